@@ -1,0 +1,191 @@
+"""One call's drafting: feed verified features, draft a stage, loop or stop, hand the chain over.
+
+Lossless by construction: the verifier decides every token, this file only proposes. What it must respect is that a
+*sampled* draft whose q is handed over may be cut only by what is known before the cut token is drawn.
+"""
+
+import torch
+from transformers.generation import stopping_criteria as host_criteria
+from transformers.utils import logging
+
+from .compat import hidden_states_request
+from .draft_session import DraftSession
+from .draft_statistics import DraftStatistics, PhaseClock
+from .modeling_base import DraftBlock
+from .proposal import Proposal
+from .target_adapter import TargetAdapter
+
+
+logger = logging.get_logger(__name__)
+
+# Criteria that the host's loop applies exactly by itself, or that no token of a draft can complete.
+_HANDLED_BY_HOST = (host_criteria.EosTokenCriteria, host_criteria.MaxLengthCriteria, host_criteria.MaxTimeCriteria)
+
+
+class DRelayCandidateGenerator:
+    """
+    Candidate generator of the host's assisted loop for batch 1.
+
+    Args:
+        model (`DRelayModel`): Drafter and selector.
+        adapter (`TargetAdapter`): View of the target.
+        options (`DraftOptions`): Options of the call.
+        generation_config (`GenerationConfig`): Of the call; `max_length` is final.
+        logits_processor (`LogitsProcessorList`): Processors of the target.
+        stopping_criteria (`StoppingCriteriaList`, *optional*): Criteria of the call.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, model, adapter: TargetAdapter, options, generation_config, logits_processor, stopping_criteria):
+        self.model = model
+        self.adapter = adapter
+        self.options = options
+        self.max_length = generation_config.max_length
+        self.content_criteria = [c for c in stopping_criteria or [] if not isinstance(c, _HANDLED_BY_HOST)]
+        self.can_draft = self._check_criteria(generation_config)
+        self.eos_ids = _eos_ids(generation_config)
+        self.clock = PhaseClock(enabled=options.profile)
+        self.statistics = DraftStatistics(phase_ms=self.clock.phase_ms)
+        self.session = DraftSession(model.drafter, adapter, self.clock)
+        head = adapter.target.get_output_embeddings()
+        self.vocab_size = getattr(head, "out_features", adapter.config.vocab_size)
+        # A stop string cuts drafts by their content. With q handed over that would bias the output, so those calls
+        # propose greedily: the target then samples at every position and a draft counts while it is equal.
+        is_sampled = bool(generation_config.do_sample) and options.proposal == "sample" and not self.content_criteria
+        self.proposal = Proposal(logits_processor, self.vocab_size, is_sampled)
+        every_state = bool(generation_config.output_hidden_states)
+        forward = adapter.target.get_decoder().forward
+        taps = model.config.target_layer_ids
+        request = True if every_state else hidden_states_request(taps, forward)
+        self.model_kwargs_overrides = {"output_hidden_states": request}
+        self._is_prompt_fed = False
+        self._blocks: list[DraftBlock] = []
+
+    def get_candidates(
+        self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, n_last_matches=0, **kwargs
+    ):
+        """
+        Draft after `input_ids` `(1, T)`.
+
+        Returns:
+            `(candidate_ids (1, T + K), candidate_logits (1, K, V) or None)`: the prompt unchanged on the first iteration,
+            because the target's prefill must come first; logits only for a sampled draft.
+        """
+        if is_first_iteration:
+            return input_ids, None
+        self.clock.lap("verify")
+        self._feed(model_outputs, model_kwargs or {}, int(n_last_matches) + 1)
+        self._blocks = self._draft_round(input_ids)
+        if not self._blocks:
+            return input_ids, None
+        draft_ids = torch.cat([block.draft_ids for block in self._blocks], dim=1).to(input_ids.device)
+        candidate_ids = torch.cat([input_ids, draft_ids], dim=1)
+        logits = self._vocabulary_logits() if self.proposal.is_sampled else None
+        self.clock.lap("select")
+        return candidate_ids, logits
+
+    def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
+        """Count the round that was just verified; `input_ids` `(1, T)` ends with its committed tokens."""
+        if not self._is_prompt_fed:  # the prefill
+            return
+        if not self._blocks:
+            self.statistics.num_plain_rounds += 1
+            return
+        self.statistics.add_round(
+            draft_ids=[i for block in self._blocks for i in block.draft_ids[0].tolist()],
+            choices=[i for block in self._blocks for i in block.choices[0].tolist()],
+            pool_ids=[i for block in self._blocks for i in block.pool_ids[0, :, 0].tolist()],
+            chosen_ids=input_ids[0, -(int(num_matches) + 1) :].tolist(),
+            num_stages=len(self._blocks),
+        )
+
+    def _feed(self, model_outputs, model_kwargs, num_verified: int) -> None:
+        """Give the session the target's states of the positions that were verified since the last call."""
+        states = self.adapter.tapped(model_outputs.hidden_states, self.model.config.target_layer_ids)
+        if self._is_prompt_fed:
+            states = states[:, :num_verified]
+        else:
+            # The states' own length counts, not that of the ids: with `inputs_embeds` the ids are empty.
+            mask = model_kwargs.get("attention_mask")
+            if mask is not None and mask.dim() == 2:  # left padding is no context
+                states = states[:, mask[0, : states.shape[1]].to(states.device).bool()]
+            self._is_prompt_fed = True
+        with torch.no_grad():
+            self.session.extend(states)
+
+    @torch.no_grad()
+    def _draft_round(self, input_ids: torch.LongTensor) -> list[DraftBlock]:
+        """Stages of one round. The static cache has room for `max_length - 1` positions: that bounds the draft."""
+        room = self.max_length - input_ids.shape[1] - 1 if self.can_draft else 0
+        blocks: list[DraftBlock] = []
+        while room > 0:
+            block, is_final = self._draft_stage(input_ids, room)
+            if block.num_tokens == 0:
+                break
+            blocks.append(block)
+            room -= block.num_tokens
+            if is_final or room <= 0 or not self._loops(block, len(blocks)):
+                break
+            self.model.continue_after(block, self.session)
+            input_ids = torch.cat([input_ids, block.draft_ids.to(input_ids.device)], dim=1)
+        self.session.end_round()
+        return blocks
+
+    def _draft_stage(self, input_ids, room: int) -> tuple[DraftBlock, bool]:
+        """A stage cut to what may be drafted, and whether nothing may follow it."""
+        self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
+        self.proposal.input_ids = input_ids
+        block = self.model.draft(self.session.anchor_ids, self.session, self.proposal, self.options.use_selector)
+        is_short = block.num_tokens < self.model.config.num_drafts  # the draft ended before a slot with nothing to draw
+        block = block.first(min(room, self.options.num_draft_tokens or room))
+        ids = block.draft_ids[0].tolist()
+        # Drafting on after an end token would be useless; the token itself stays, so nothing drawn is dropped by value.
+        ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
+        if ends:
+            return self._cut_before_stop(block.first(ends[0] + 1), input_ids)[0], True
+        block, is_cut = self._cut_before_stop(block, input_ids)
+        return block, is_cut or is_short
+
+    def _cut_before_stop(self, block: DraftBlock, input_ids) -> tuple[DraftBlock, bool]:
+        """
+        Cut strictly before the token that completes a stopping criterion, so that it arrives as the target's own bonus
+        token, where the host's loop tests it. Only deterministic drafts come here with criteria.
+        """
+        for criterion in self.content_criteria:
+            for n in range(1, block.num_tokens + 1):
+                prefix = torch.cat([input_ids, block.draft_ids[:, :n].to(input_ids.device)], dim=1)
+                if bool(torch.as_tensor(criterion(prefix, None)).any()):
+                    return block.first(n - 1), True
+        return block, False
+
+    def _loops(self, block: DraftBlock, num_stages: int) -> bool:
+        """The DLoop gate: whether a confident stage is followed by another one."""
+        gate = self.options.loop_gate
+        if gate is None or num_stages >= self.options.max_stages:
+            return False
+        return block.log_confidence.item() >= gate
+
+    def _vocabulary_logits(self) -> torch.FloatTensor:
+        """Log of q over the vocabulary `(1, K, V)`: the pool's logits, `-inf` everywhere else."""
+        ids = torch.cat([block.pool_ids for block in self._blocks], dim=1)
+        logits = torch.cat([block.pool_logits for block in self._blocks], dim=1)
+        full = logits.new_full((*ids.shape[:2], self.vocab_size), float("-inf"))
+        return full.scatter_(2, ids, logits)
+
+    def _check_criteria(self, generation_config) -> bool:
+        """Whether drafts can be cut right: criteria that may read the scores cannot be asked about a draft."""
+        known = host_criteria.StopStringCriteria
+        collects = generation_config.return_dict_in_generate and generation_config.output_scores
+        if collects and any(not isinstance(c, known) for c in self.content_criteria):
+            logger.warning_once(
+                "hf_drelay: a custom stopping criterion together with `output_scores=True` may read the scores, which a "
+                "draft does not have; decoding without drafts."
+            )
+            return False
+        return True
+
+
+def _eos_ids(generation_config) -> set[int]:
+    tensor = getattr(generation_config, "_eos_token_tensor", None)
+    return set() if tensor is None else set(tensor.flatten().tolist())

@@ -1,0 +1,59 @@
+"""Every difference between the supported transformers versions, and nothing else (supported: >= 5.17, < 6)."""
+
+import inspect
+
+import transformers
+
+
+_VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+_STATIC_CACHE_SINCE = (5, 24)
+_TUPLE_INDICES_SINCE = (5, 23)
+
+
+def supports_static_cache() -> bool:
+    """Whether the stock assisted loop can roll back a static cache."""
+    return _VERSION >= _STATIC_CACHE_SINCE
+
+
+def hidden_states_request(layer_ids: list[int], forward) -> bool | list[int]:
+    """
+    Value of `output_hidden_states` that makes a target return at least the outputs of `layer_ids`.
+
+    Since 5.23 a list selects entries of the usual tuple (0 = embedding output), so that nothing else is kept; before, a
+    list had another meaning and no entry for the embedding. A forward without the capturing decorator takes a flag only.
+    """
+    if _VERSION >= _TUPLE_INDICES_SINCE and _captures_outputs(forward):
+        return [i + 1 for i in layer_ids]
+    return True
+
+
+def _captures_outputs(forward) -> bool:
+    """Whether a (decorated) forward method comes from `transformers.utils.output_capturing`."""
+    while forward is not None:
+        if "output_capturing" in getattr(getattr(forward, "__code__", None), "co_filename", ""):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def cache_argument(model_kwargs: dict):
+    """The cache among the prepared keyword arguments of a call; called `past_key_values` before 5.24."""
+    cache = model_kwargs.get("cache")
+    return cache if cache is not None else model_kwargs.get("past_key_values")
+
+
+def check_hooked_signatures(mixin: type) -> None:
+    """Raise a `RuntimeError` when the methods that our hook wraps no longer take the arguments it relies on."""
+    needed = {
+        "_get_candidate_generator": {"generation_config", "input_ids", "logits_processor", "model_kwargs"},
+        "_assisted_decoding": {"input_ids", "stopping_criteria", "generation_config", "assistant_model"},
+        "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
+    }
+    for name, arguments in needed.items():
+        missing = arguments - set(inspect.signature(getattr(mixin, name)).parameters)
+        if missing:
+            raise RuntimeError(
+                f"transformers {transformers.__version__} changed `GenerationMixin.{name}` (no longer takes "
+                f"{sorted(missing)}), so `generate(assistant_model=...)` cannot reach the drafter. "
+                "Install a supported version: transformers>=5.17,<6."
+            )

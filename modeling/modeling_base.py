@@ -1,0 +1,108 @@
+"""What all parts share: the base class with its initialisation rules, and the small objects that travel between parts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+
+from .configuration_drelay import DRelayConfig
+
+
+class ZeroLinear(nn.Linear):
+    """Linear layer that starts at zero, so that a new path changes nothing until it is trained."""
+
+
+class DRelayPreTrainedModel(PreTrainedModel):
+    """Base class of the drafter, the selector and their composition."""
+
+    config_class = DRelayConfig
+    base_model_prefix = "drafter"
+    main_input_name = "noise_embeds"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DRelayDecoderLayer", "GlobalReadBlock"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, ZeroLinear):
+            init.zeros_(module.weight)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        # Parameters that belong to no standard layer are initialised by the module that owns them.
+        elif hasattr(module, "init_own_parameters"):
+            module.init_own_parameters(self.config.initializer_range)
+
+
+@dataclass
+class Pool:
+    """
+    Candidates of every slot, best first.
+
+    Attributes:
+        ids (`torch.LongTensor` of shape `(B, K, C)`): Token ids; entry 0 is the backbone's own draft.
+        logits (`torch.FloatTensor` of shape `(B, K, C)`): Raw logits, fp32.
+        log_probs (`torch.FloatTensor` of shape `(B, K, C)`): Log-probabilities over the whole (draft) vocabulary, fp32.
+    """
+
+    ids: torch.LongTensor
+    logits: torch.FloatTensor
+    log_probs: torch.FloatTensor
+
+    @classmethod
+    def from_logits(cls, logits: torch.FloatTensor, size: int, token_ids: torch.LongTensor | None = None) -> "Pool":
+        """Top `size` of `logits` `(B, K, Vd)`; `token_ids (Vd,)` names the columns when they are not the token ids."""
+        top, ids = logits.topk(size, dim=-1)
+        log_probs = top - logits.logsumexp(dim=-1, keepdim=True)
+        return cls(ids if token_ids is None else token_ids[ids], top, log_probs)
+
+
+@dataclass
+class DraftBlock:
+    """
+    What one stage proposes.
+
+    Attributes:
+        draft_ids (`torch.LongTensor` of shape `(B, K)`): Proposed tokens.
+        choices (`torch.LongTensor` of shape `(B, K)`): Their places in the pool; 0 is KEEP, above is REPAIR.
+        pool_ids (`torch.LongTensor` of shape `(B, K, C)`): Candidates of each slot.
+        pool_logits (`torch.FloatTensor` of shape `(B, K, C)`, *optional*): The token of a slot was drawn from exactly
+            `softmax(pool_logits)` over the pool (zero elsewhere); `None` when the draft was deterministic.
+        context_features (`torch.FloatTensor` of shape `(B, K, H)`): Backbone rows of the anchor and of all drafted tokens
+            but the last; a next stage takes them for the features that the target has not computed yet.
+        slot_log_confidence (`torch.FloatTensor` of shape `(B, K)`): Untempered, unprocessed log-probability of each token.
+        remember (`Callable`): `remember(n)` is what the head wants to know in a next stage about the first `n` tokens.
+    """
+
+    draft_ids: torch.LongTensor
+    choices: torch.LongTensor
+    pool_ids: torch.LongTensor
+    pool_logits: torch.FloatTensor | None
+    context_features: torch.FloatTensor
+    slot_log_confidence: torch.FloatTensor
+    remember: Callable[[int], Any]
+
+    @property
+    def log_confidence(self) -> torch.FloatTensor:
+        """Log-confidence `(B,)` of the block, which DLoop compares with its gate."""
+        return self.slot_log_confidence.sum(dim=-1)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.draft_ids.shape[1]
+
+    def first(self, num_tokens: int) -> "DraftBlock":
+        """The block cut to its first `num_tokens` tokens."""
+        if num_tokens >= self.num_tokens:
+            return self
+        fields = ("draft_ids", "choices", "pool_ids", "pool_logits", "context_features", "slot_log_confidence")
+        cut = {name: getattr(self, name) for name in fields}
+        cut = {name: None if value is None else value[:, :num_tokens] for name, value in cut.items()}
+        return DraftBlock(**cut, remember=self.remember)

@@ -1,0 +1,113 @@
+"""How a draft's tokens are drawn from the pools, and the exact distribution q that is handed to the verifier.
+
+Order for a slot: raw pool logits -> change made by context-dependent penalties, added to the selection logits ->
+warpers, once -> softmax over the pool = q, in fp32; tokens outside the pool have q = 0. A sampled token is drawn from
+exactly this q, given the drafted tokens before it. Only processors known to be functions of their arguments are applied;
+others act on the target's side alone, where they are always exact.
+"""
+
+import torch
+from transformers.generation import logits_process
+
+from .modeling_base import Pool
+
+
+def _known(*names: str) -> tuple[type, ...]:
+    return tuple(getattr(logits_process, name) for name in names if hasattr(logits_process, name))
+
+
+# Penalties look at the tokens so far; warpers look at the distribution only. Exact types: a subclass may hold state.
+_PENALTIES = _known(
+    "ExponentialDecayLengthPenalty",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+)
+_WARPERS = _known(
+    "EpsilonLogitsWarper",
+    "EtaLogitsWarper",
+    "MinPLogitsWarper",
+    "TemperatureLogitsWarper",
+    "TopKLogitsWarper",
+    "TopPLogitsWarper",
+    "TypicalLogitsWarper",
+)
+
+
+class Proposal:
+    """
+    How one call draws its drafts.
+
+    Args:
+        logits_processor (`LogitsProcessorList`): Processors of the call, in the order of the target.
+        vocab_size (`int`): Width `V` of the target's logits.
+        is_sampled (`bool`): Draw from q and hand q over; else take the most likely candidate and hand nothing over.
+    """
+
+    def __init__(self, logits_processor, vocab_size: int, is_sampled: bool):
+        processors = logits_processor or []
+        self.penalties = [p for p in processors if type(p) in _PENALTIES]
+        self.warpers = [p for p in processors if type(p) in _WARPERS] if is_sampled else []
+        self.vocab_size = vocab_size
+        self.is_sampled = is_sampled
+        self.input_ids: torch.LongTensor | None = None  # (B, T), the committed and drafted tokens before the stage
+
+    def start_stage(self, pool: Pool) -> "StageDraw":
+        """Chooser of one stage that starts after `input_ids`."""
+        return StageDraw(self, pool)
+
+    def penalty_change(self, input_ids, token_ids, logits) -> torch.FloatTensor:
+        """What the penalties add to the raw `logits` `(B, C)` of `token_ids` after `input_ids` `(B, T)`; may be -inf."""
+        token_ids, before = token_ids.to(input_ids.device), logits.to(input_ids.device)
+        scores = before.new_zeros(len(before), self.vocab_size).scatter_(1, token_ids, before)
+        for penalty in self.penalties:
+            scores = penalty(input_ids, scores)
+        return (scores.gather(1, token_ids) - before).to(logits.device)
+
+
+class StageDraw:
+    """Draws the tokens of one stage; see `Chooser` in `modeling_heads.py`."""
+
+    def __init__(self, proposal: Proposal, pool: Pool):
+        self.proposal = proposal
+        self.pool = pool
+        self.depends_on_path = bool(proposal.penalties)
+        self.path_ids = proposal.input_ids
+        self.logits = torch.zeros_like(pool.logits)
+        # One Gumbel draw for each slot and candidate: argmax(log q + g) is a sample of q.
+        self.gumbel = -torch.empty_like(pool.logits).exponential_().log() if proposal.is_sampled else None
+
+    def __call__(self, logits: torch.FloatTensor, first: int) -> torch.LongTensor | None:
+        last = first + logits.shape[1]
+        if self.depends_on_path:
+            ids = self.pool.ids[:, first]
+            logits = logits + self.proposal.penalty_change(self.path_ids, ids, self.pool.logits[:, first])[:, None]
+            if torch.isneginf(logits).all(dim=-1).any():  # nothing left to draw, known before anything is drawn
+                return None
+        logits = self._warp(logits)
+        self.logits[:, first:last] = logits
+        noisy = logits if self.gumbel is None else logits + self.gumbel[:, first:last]
+        choices = noisy.argmax(dim=-1)
+        if self.depends_on_path:
+            chosen = self.pool.ids[:, first].gather(1, choices).to(self.path_ids.device)
+            self.path_ids = torch.cat([self.path_ids, chosen], dim=1)
+        return choices
+
+    def proposal_logits(self, num_slots: int) -> torch.FloatTensor | None:
+        """Logits of q `(B, num_slots, C)` over the pool; `None` for a deterministic draft."""
+        return self.logits[:, :num_slots] if self.proposal.is_sampled else None
+
+    def _warp(self, logits: torch.FloatTensor) -> torch.FloatTensor:
+        if not self.proposal.warpers:
+            return logits
+        rows = logits.flatten(0, 1)
+        for warper in self.proposal.warpers:
+            rows = warper(None, rows)
+        return rows.view_as(logits)
