@@ -76,19 +76,22 @@ class DRelayCandidateGenerator:
             return input_ids, None
         self.clock.lap("verify")
         self._feed(model_outputs, model_kwargs or {}, int(n_last_matches) + 1)
-        self._blocks = self._draft_round(input_ids)
-        if not self._blocks:
+        blocks = self.draft_round(input_ids)
+        if not blocks:
             return input_ids, None
-        draft_ids = torch.cat([block.draft_ids for block in self._blocks], dim=1).to(input_ids.device)
+        draft_ids = torch.cat([block.draft_ids for block in blocks], dim=1).to(input_ids.device)
         candidate_ids = torch.cat([input_ids, draft_ids], dim=1)
         logits = self._vocabulary_logits() if self.proposal.is_sampled else None
         self.clock.lap("select")
         return candidate_ids, logits
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
-        """Count the round that was just verified; `input_ids` `(1, T)` ends with its committed tokens."""
-        if not self._is_prompt_fed:  # the prefill
-            return
+        """Hook of the host's loop, called after each verification; `input_ids` `(1, T)` ends with the committed tokens."""
+        if self._is_prompt_fed:  # the prefill is no round
+            self.record_round(input_ids[0, -(int(num_matches) + 1) :].tolist())
+
+    def record_round(self, committed_ids: list[int]) -> None:
+        """Count the round that was just verified."""
         if not self._blocks:
             self.statistics.num_plain_rounds += 1
             return
@@ -96,7 +99,7 @@ class DRelayCandidateGenerator:
             draft_ids=[i for block in self._blocks for i in block.draft_ids[0].tolist()],
             choices=[i for block in self._blocks for i in block.choices[0].tolist()],
             pool_ids=[i for block in self._blocks for i in block.pool_ids[0, :, 0].tolist()],
-            chosen_ids=input_ids[0, -(int(num_matches) + 1) :].tolist(),
+            chosen_ids=committed_ids,
             num_stages=len(self._blocks),
         )
 
@@ -115,8 +118,11 @@ class DRelayCandidateGenerator:
             self.session.extend(states)
 
     @torch.no_grad()
-    def _draft_round(self, input_ids: torch.LongTensor) -> list[DraftBlock]:
-        """Stages of one round. The static cache has room for `max_length - 1` positions: that bounds the draft."""
+    def draft_round(self, input_ids: torch.LongTensor) -> list[DraftBlock]:
+        """
+        Stages of one round after `input_ids` `(1, T)`, whose positions but the last are in the session. A static cache has
+        room for `max_length - 1` positions: that bounds the draft.
+        """
         room = self.max_length - input_ids.shape[1] - 1 if self.can_draft else 0
         blocks: list[DraftBlock] = []
         while room > 0:
@@ -130,6 +136,7 @@ class DRelayCandidateGenerator:
             self.model.continue_after(block, self.session)
             input_ids = torch.cat([input_ids, block.draft_ids.to(input_ids.device)], dim=1)
         self.session.end_round()
+        self._blocks = blocks
         return blocks
 
     def _draft_stage(self, input_ids, room: int) -> tuple[DraftBlock, bool]:

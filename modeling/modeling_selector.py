@@ -244,7 +244,8 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
             self.repaired_proj = ZeroLinear(config.hidden_size, config.hidden_size, bias=False)
         if config.draft_vocab_size is not None:
             # Position of a token in the shortlist; its last row stands for all tokens outside it.
-            self.register_buffer("shortlist_rows", torch.full((config.vocab_size,), config.draft_vocab_size))
+            rows = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
+            self.register_buffer("shortlist_rows", rows)
         else:
             self.shortlist_rows = None
         self.post_init()
@@ -253,7 +254,8 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         """Tell the pair path which tokens its table rows stand for, `(Vd,)`."""
         if self.shortlist_rows is not None:
             self.shortlist_rows.fill_(self.config.draft_vocab_size)
-            self.shortlist_rows[draft_token_ids] = torch.arange(len(draft_token_ids), device=self.shortlist_rows.device)
+            places = torch.arange(len(draft_token_ids), dtype=torch.int32, device=self.shortlist_rows.device)
+            self.shortlist_rows[draft_token_ids] = places
 
     def read(self, inputs: HeadInputs) -> SelectorState:
         """Global Read, history read and everything else that does not depend on the selected tokens."""
@@ -320,7 +322,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         return prefix if state.earlier is None else torch.cat([state.earlier, prefix], dim=1)
 
     def _table_rows(self, token_ids: torch.LongTensor) -> torch.LongTensor:
-        return token_ids if self.shortlist_rows is None else self.shortlist_rows[token_ids]
+        return token_ids if self.shortlist_rows is None else self.shortlist_rows[token_ids].long()
 
     def _gate(self, x: torch.Tensor, trunk: torch.Tensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """

@@ -1,0 +1,1 @@
+"""Training of drafters: responses -> features -> joint loss -> checkpoint."""
