@@ -69,8 +69,8 @@ class DRelayCandidateGenerator:
         Draft after `input_ids` `(1, T)`.
 
         Returns:
-            `(candidate_ids (1, T + K), candidate_logits (1, K, V) or None)`: the prompt unchanged on the first iteration,
-            because the target's prefill must come first; logits only for a sampled draft.
+            `(candidate_ids (1, T + K), candidate_logits (1, K, V) or None)`: the prompt unchanged on the first
+            iteration, because the target's prefill must come first; logits only for a sampled draft.
         """
         if is_first_iteration:
             return input_ids, None
@@ -86,7 +86,7 @@ class DRelayCandidateGenerator:
         return candidate_ids, logits
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
-        """Hook of the host's loop, called after each verification; `input_ids` `(1, T)` ends with the committed tokens."""
+        """Called by the host's loop after each verification; `input_ids` `(1, T)` ends with the committed tokens."""
         if self._is_prompt_fed:  # the prefill is no round
             self.record_round(input_ids[0, -(int(num_matches) + 1) :].tolist())
 
@@ -120,8 +120,8 @@ class DRelayCandidateGenerator:
     @torch.no_grad()
     def draft_round(self, input_ids: torch.LongTensor) -> list[DraftBlock]:
         """
-        Stages of one round after `input_ids` `(1, T)`, whose positions but the last are in the session. A static cache has
-        room for `max_length - 1` positions: that bounds the draft.
+        Stages of one round after `input_ids` `(1, T)`, whose positions but the last are in the session. A static cache
+        has room for `max_length - 1` positions: that bounds the draft.
         """
         room = self.max_length - input_ids.shape[1] - 1 if self.can_draft else 0
         blocks: list[DraftBlock] = []
@@ -144,10 +144,10 @@ class DRelayCandidateGenerator:
         self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
         self.proposal.input_ids = input_ids
         block = self.model.draft(self.session.anchor_ids, self.session, self.proposal, self.options.use_selector)
-        is_short = block.num_tokens < self.model.config.num_drafts  # the draft ended before a slot with nothing to draw
+        is_short = block.num_tokens < self.model.config.num_drafts  # a slot had nothing left to draw
         block = block.first(min(room, self.options.num_draft_tokens or room))
         ids = block.draft_ids[0].tolist()
-        # Drafting on after an end token would be useless; the token itself stays, so nothing drawn is dropped by value.
+        # Drafting on after an end token is useless; the token itself stays, so nothing is dropped for its value.
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return self._cut_before_stop(block.first(ends[0] + 1), input_ids)[0], True
@@ -186,8 +186,8 @@ class DRelayCandidateGenerator:
         collects = generation_config.return_dict_in_generate and generation_config.output_scores
         if collects and any(not isinstance(c, known) for c in self.content_criteria):
             logger.warning_once(
-                "hf_drelay: a custom stopping criterion together with `output_scores=True` may read the scores, which a "
-                "draft does not have; decoding without drafts."
+                "hf_drelay: a custom stopping criterion together with `output_scores=True` may read the scores, which "
+                "a draft does not have; decoding without drafts."
             )
             return False
         return True

@@ -19,8 +19,9 @@ def hidden_states_request(layer_ids: list[int], forward) -> bool | list[int]:
     """
     Value of `output_hidden_states` that makes a target return at least the outputs of `layer_ids`.
 
-    Since 5.23 a list selects entries of the usual tuple (0 = embedding output), so that nothing else is kept; before, a
-    list had another meaning and no entry for the embedding. A forward without the capturing decorator takes a flag only.
+    Since 5.23 a list selects entries of the usual tuple (0 = embedding output), so that nothing else is kept; before,
+    a list had another meaning and no entry for the embedding. A forward without the capturing decorator takes a flag
+    only.
     """
     if _VERSION >= _TUPLE_INDICES_SINCE and _captures_outputs(forward):
         return [i + 1 for i in layer_ids]

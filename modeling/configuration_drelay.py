@@ -107,8 +107,8 @@ class DRelayConfig(PreTrainedConfig):
             `i + 1` of `hidden_states`; -1 is the embedding output. Default: five evenly spaced layers. The last layer
             is tapped *after* the target's final norm, as transformers returns it.
         block_size (`int`): Rows `S` of one drafter forward, the anchor row included.
-        layout (`str`): `"fill_in"`: row `i` predicts its own position, `S - 1` drafts. `"shifted"`: row `i` predicts the
-            next position, `S` drafts.
+        layout (`str`): `"fill_in"`: row `i` predicts its own position, `S - 1` drafts. `"shifted"`: row `i` predicts
+            the next position, `S` drafts.
         mask_token_id (`int`): Token whose target embedding fills the rows to draft.
         use_mask_embedding (`bool`): Use a learned embedding instead of the one of `mask_token_id`.
         draft_vocab_size (`int`, *optional*): Restrict drafts to that many tokens (shortlist head). `None`: all.
@@ -120,12 +120,13 @@ class DRelayConfig(PreTrainedConfig):
         pool_size (`int`): Candidates `C` of a slot.
         use_selector (`bool`): Draft through the selector; off is the independent head.
         selector_hidden_size, selector_num_heads, selector_num_layers (`int`): Size of the selector.
-        use_global_read, use_history_read, use_prefix_read, use_rank_head, use_repair_gate (`bool`): Parts of the selector.
+        use_global_read, use_history_read, use_prefix_read, use_rank_head, use_repair_gate (`bool`): Parts of the
+            selector.
         history_window (`int`): Verified positions that the history read sees.
         pair_rank (`int`): Rank of the token-pair path; 0 turns it off.
         use_repaired_feature (`bool`): Add a projection of the selected token to the provisional features of DLoop.
-        provisional_norm (`str`): `"final"`: a DLoop stage feeds the drafter's final-norm rows on as they are; `"hidden"`:
-            through the norm of the context features.
+        provisional_norm (`str`): `"final"`: a DLoop stage feeds the drafter's final-norm rows on as they are;
+            `"hidden"`: through the norm of the context features.
         proposal (`str`): Default proposal at temperature > 0, `"sample"` or `"greedy"`.
         num_draft_tokens (`int`, *optional*): Default cap of the tokens drafted in one stage.
         loop_gate (`float`, *optional*): Default DLoop threshold on the log-confidence of a stage; `None` is off.
@@ -289,7 +290,7 @@ class DRelayConfig(PreTrainedConfig):
         require(self.layout in LAYOUTS, f"`layout` is {self.layout!r}; expected one of {LAYOUTS}.")
         require(
             K >= 1 and self.block_size >= 2,
-            f"`block_size` {self.block_size} leaves nothing to draft; it counts the anchor row and must be at least 2.",
+            f"`block_size` {self.block_size} leaves nothing to draft; it counts the anchor row, so use at least 2.",
         )
         require(
             self.num_attention_heads % self.num_key_value_heads == 0,
@@ -314,7 +315,7 @@ class DRelayConfig(PreTrainedConfig):
         )
         require(
             "sliding_attention" not in kinds or (self.sliding_window or 0) > 1,
-            f"`sliding_window` is {self.sliding_window}; layers of type 'sliding_attention' need a window of at least 2.",
+            f"`sliding_window` is {self.sliding_window}; 'sliding_attention' layers need a window of at least 2.",
         )
         require(
             0 <= self.mask_token_id < self.vocab_size,
@@ -331,7 +332,7 @@ class DRelayConfig(PreTrainedConfig):
         )
         require(
             not self.use_selector or self.pool_size >= 2,
-            f"`pool_size` {self.pool_size} leaves the selector nothing to choose; use at least 2 or `use_selector=False`.",
+            f"`pool_size` {self.pool_size} leaves the selector no choice; use at least 2, or `use_selector=False`.",
         )
         require(
             self.selector_hidden_size % self.selector_num_heads == 0,
@@ -364,12 +365,16 @@ def check_draft_options(proposal: str, num_draft_tokens: int | None, loop_gate: 
 
 
 def _drafter_rope(text_config: PreTrainedConfig) -> dict:
-    """Plain one-dimensional rope of the target's full-attention layers; multi-axis and partial rope are not carried over."""
+    """One-dimensional rope of the target's full-attention layers; multi-axis and partial rope are not carried over."""
     rope = dict(getattr(text_config, "rope_parameters", None) or {})
     if "rope_type" not in rope and "rope_theta" not in rope:  # one dictionary for each layer type
         rope = dict(rope.get("full_attention") or next((v for v in rope.values() if isinstance(v, dict)), {}))
     carried = ("default", "linear", "llama3", "yarn")
-    if rope.get("rope_type", "default") in carried and "partial_rotary_factor" not in rope and "mrope_section" not in rope:
+    if (
+        rope.get("rope_type", "default") in carried
+        and "partial_rotary_factor" not in rope
+        and "mrope_section" not in rope
+    ):
         return {"rope_type": "default", "rope_theta": 10000.0} | rope
     return {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)}
 

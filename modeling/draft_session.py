@@ -53,7 +53,7 @@ class DraftSession:
         self.history_mask = torch.cat([self.history_mask, seen], dim=1)[:, -window:]
 
     def extend_provisional(self, features: torch.Tensor) -> None:
-        """Append stand-ins `(1, n, H)` for features that the target has not computed yet, so that a next stage can start."""
+        """Append stand-ins `(1, n, H)` for features that the target has not computed yet."""
         if self.drafter.config.provisional_norm == "hidden":
             features = self.drafter.hidden_norm(features)
         self.drafter.extend(features, self.positions(self.anchor_position, features.shape[1]), self.cache)

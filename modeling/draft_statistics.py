@@ -43,8 +43,9 @@ class DraftStatistics:
         num_stages (`list[int]`): Stages of each such round.
         num_plain_rounds (`int`): Rounds without a draft; the prefill is not one.
         slot_classes (`dict[str, int]`): Drafted slots by fate, see `SLOT_CLASSES`.
-        phase_ms (`dict[str, float]`): Total ms by phase (`draft`, `select`, `verify`), filled with `profile=True`. `verify`
-            is everything between handing a draft over and being asked for the next one, the host loop included.
+        phase_ms (`dict[str, float]`): Total ms by phase (`draft`, `select`, `verify`), filled with `profile=True`.
+            `verify` is everything between handing a draft over and being asked for the next one, the host loop
+            included.
     """
 
     num_committed: list[int] = field(default_factory=list)
@@ -79,7 +80,7 @@ class DraftStatistics:
 
     @property
     def acceptance_by_slot(self) -> list[float]:
-        """Share of accepted tokens at slot 1, 2, ... among the rounds that reached the slot (all earlier ones accepted)."""
+        """Share of accepted tokens at slot 1, 2, ... among the rounds in which all earlier slots were accepted."""
         rates = []
         for slot in range(max(self.num_drafted, default=0)):
             reached = [c for c, d in zip(self.num_committed, self.num_drafted, strict=True) if d > slot and c > slot]

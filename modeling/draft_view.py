@@ -1,4 +1,4 @@
-"""The object that `generate(assistant_model=...)` receives: shared weights, own options, statistics of its last call."""
+"""What `generate(assistant_model=...)` receives: shared weights, own options, statistics of its last call."""
 
 from dataclasses import dataclass, fields
 
@@ -76,22 +76,24 @@ class DraftView:
             )
         if (config.num_return_sequences or 1) > 1:
             raise ValueError(
-                f"`num_return_sequences` is {config.num_return_sequences}, but `assistant_model` drafts for one sequence; "
-                "call generate() once for each."
+                f"`num_return_sequences` is {config.num_return_sequences}, but `assistant_model` drafts for one "
+                "sequence; call generate() once for each."
             )
         for name in ("prompt_lookup_num_tokens", "use_mtp", "speculation_type", "assistant_early_exit"):
             if getattr(config, name, None):
                 raise ValueError(
-                    f"`{name}` is set to {getattr(config, name)!r}, but `assistant_model` already proposes the drafts; "
-                    f"leave `{name}` unset, or call generate() without `assistant_model`."
+                    f"`{name}` is set to {getattr(config, name)!r}, but `assistant_model` already proposes the "
+                    f"drafts; leave `{name}` unset, or call generate() without `assistant_model`."
                 )
         if getattr(config, "assistant_ensemble_weight", None) is not None:
             raise ValueError(
-                f"`assistant_ensemble_weight` {config.assistant_ensemble_weight} makes decoding lossy, which this drafter "
-                "does not do; leave it unset."
+                f"`assistant_ensemble_weight` {config.assistant_ensemble_weight} makes decoding lossy, which "
+                "this drafter does not do; leave it unset."
             )
         if arguments.get("assistant_tokenizer") is not None:
-            raise ValueError("`assistant_tokenizer` is not needed: the drafter uses the target's vocabulary. Leave it out.")
+            raise ValueError(
+                "`assistant_tokenizer` is not needed: the drafter uses the target's vocabulary. Leave it out."
+            )
         if config.cache_implementation == "static" and not supports_static_cache():
             raise ValueError(
                 "`cache_implementation='static'` cannot be rolled back by this version of transformers; "
@@ -100,23 +102,23 @@ class DraftView:
         self.model.adapter(target)
 
     def for_call(self, target, input_ids, call) -> "BoundCall":
-        """Check the prepared call and bind what only it knows. `call` holds the keyword arguments of the decoding loop."""
+        """Check a prepared call and bind what only it knows; `call` holds the arguments of the decoding loop."""
         if input_ids.shape[0] > 1:
             raise ValueError(
-                f"`input_ids` has a batch of {input_ids.shape[0]}, but `assistant_model` drafts for one sequence; call "
-                "generate() once for each."
+                f"`input_ids` has a batch of {input_ids.shape[0]}, but `assistant_model` drafts for one sequence; "
+                "call generate() once for each."
             )
         cache = cache_argument(call)
         if cache is None:
             raise ValueError(
-                "`use_cache=False` (or a target without a cache) leaves no cache to verify drafts with; call generate() "
-                "with `use_cache=True`, or without `assistant_model`."
+                "`use_cache=False` (or a target without a cache) leaves no cache to verify drafts with; call "
+                "generate() with `use_cache=True`, or without `assistant_model`."
             )
         filled = int(cache.get_seq_length())
         if filled > 0:
             raise ValueError(
-                f"`past_key_values` already holds {filled} tokens; assisted decoding would feed them a second time. Pass the "
-                "whole conversation with an empty cache."
+                f"`past_key_values` already holds {filled} tokens; assisted decoding would feed them a second time. "
+                "Pass the whole conversation with an empty cache."
             )
         return BoundCall(self, call.get("stopping_criteria"))
 

@@ -1,8 +1,8 @@
 """Lets a plain `target.generate(assistant_model=drelay)` find the drafter.
 
-Three class-level wrappers of `GenerationMixin` dispatch on *methods of the assistant object* and leave every other call
-alone. They hold no model logic, so that the first installed copy of this file serves all later ones. `uninstall()` or
-the environment variable `HF_DRELAY_NO_HOOK=1` leaves transformers untouched; `custom_generate/` is the route without it.
+Three class-level wrappers of `GenerationMixin` dispatch on *methods of the assistant object* and leave every other
+call alone. They hold no model logic, so that the first installed copy of this file serves all later ones.
+`uninstall()` or the environment variable `HF_DRELAY_NO_HOOK=1` leaves transformers untouched.
 """
 
 import functools

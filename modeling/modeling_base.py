@@ -1,4 +1,4 @@
-"""What all parts share: the base class with its initialisation rules, and the small objects that travel between parts."""
+"""What all parts share: the base class with its initialisation, and the small objects that travel between parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,7 +49,8 @@ class Pool:
     Attributes:
         ids (`torch.LongTensor` of shape `(B, K, C)`): Token ids; entry 0 is the backbone's own draft.
         logits (`torch.FloatTensor` of shape `(B, K, C)`): Raw logits, fp32.
-        log_probs (`torch.FloatTensor` of shape `(B, K, C)`): Log-probabilities over the whole (draft) vocabulary, fp32.
+        log_probs (`torch.FloatTensor` of shape `(B, K, C)`): Log-probabilities over the whole (draft) vocabulary,
+            fp32.
     """
 
     ids: torch.LongTensor
@@ -75,9 +76,10 @@ class DraftBlock:
         pool_ids (`torch.LongTensor` of shape `(B, K, C)`): Candidates of each slot.
         pool_logits (`torch.FloatTensor` of shape `(B, K, C)`, *optional*): The token of a slot was drawn from exactly
             `softmax(pool_logits)` over the pool (zero elsewhere); `None` when the draft was deterministic.
-        context_features (`torch.FloatTensor` of shape `(B, K, H)`): Backbone rows of the anchor and of all drafted tokens
-            but the last; a next stage takes them for the features that the target has not computed yet.
-        slot_log_confidence (`torch.FloatTensor` of shape `(B, K)`): Untempered, unprocessed log-probability of each token.
+        context_features (`torch.FloatTensor` of shape `(B, K, H)`): Backbone rows of the anchor and of all drafted
+            tokens but the last; a next stage takes them for the features that the target has not computed yet.
+        slot_log_confidence (`torch.FloatTensor` of shape `(B, K)`): Untempered, unprocessed log-probability of each
+            token.
         remember (`Callable`): `remember(n)` is what the head wants to know in a next stage about the first `n` tokens.
     """
 

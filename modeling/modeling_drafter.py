@@ -1,4 +1,4 @@
-"""The parallel backbone in the layout of DFlash (arXiv 2602.06036): one non-causal forward gives a hidden state per row.
+"""The parallel backbone in the layout of DFlash (arXiv 2602.06036): one non-causal forward gives a state per row.
 
 Fused target features of verified positions enter every layer as keys and values; the rows of the block attend to them
 and to each other. Invariant: the cache holds context only. The keys and values of a block are never written to it, so
@@ -112,8 +112,8 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
     Parallel block drafter. Tensor names and shapes are those of public DFlash checkpoints.
 
     The target's embedding and head are borrowed at each call and never stored. Two own tensors are optional: a learned
-    `mask_embedding (H,)` and the shortlist `draft_token_ids (Vd,)`, the tokens that can be drafted, in the order of the
-    columns of the restricted head.
+    `mask_embedding (H,)` and the shortlist `draft_token_ids (Vd,)`, the tokens that can be drafted, in the order of
+    the columns of the restricted head.
     """
 
     config_class = DRelayDrafterConfig
@@ -140,7 +140,7 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         return DynamicCache()
 
     def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
-        """Context features `(B, T, H)` of the tapped hidden states `(B, T, L*H)`, concatenated in the order of the taps."""
+        """Context features `(B, T, H)` of hidden states `(B, T, L*H)` concatenated in the order of the taps."""
         return self.hidden_norm(self.fc(context_hidden_states))
 
     def extend(self, context_features: torch.Tensor, position_ids: torch.LongTensor, cache: DynamicCache) -> None:
@@ -173,8 +173,8 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
             noise_embeds (`torch.FloatTensor` of shape `(B, S, H)`): Embedded anchor and mask rows.
             position_ids (`torch.LongTensor` of shape `(B, S)`): Their positions; the context ends just before them.
             cache (`DynamicCache`): Context keys and values, read only.
-            attention_mask (`list[torch.BoolTensor]` of shape `(B, 1, S, T + S)`, *optional*): Visible keys of each layer,
-                context first. By default every row sees what `layer_types` and `block_causal` say.
+            attention_mask (`list[torch.BoolTensor]` of shape `(B, 1, S, T + S)`, *optional*): Visible keys of each
+                layer, context first. By default every row sees what `layer_types` and `block_causal` say.
 
         Returns:
             `BaseModelOutput` with `last_hidden_state` of shape `(B, S, H)`, after the final norm.
@@ -244,7 +244,7 @@ def _is_flash(implementation: str | None) -> bool:
 
 
 def _block_mask(num_rows, context_length, causal, window, device) -> torch.BoolTensor | None:
-    """Visible keys `(1, 1, S, T + S)` of a block whose `context_length` keys end just before row 0; `None` if all are."""
+    """Visible keys `(1, 1, S, T + S)` of a block right behind `context_length` context keys; `None` if all are."""
     if not causal and (window is None or context_length + num_rows <= window):
         return None
     rows = torch.arange(num_rows, device=device)[:, None]

@@ -32,7 +32,9 @@ class DRelayModel(DRelayPreTrainedModel):
     def __init__(self, config: DRelayConfig):
         super().__init__(config)
         self.drafter = DRelayDrafterModel(_part_config(config, DRelayDrafterConfig))
-        self.selector = DRelaySelectorModel(_part_config(config, DRelaySelectorConfig)) if config.use_selector else None
+        self.selector = (
+            DRelaySelectorModel(_part_config(config, DRelaySelectorConfig)) if config.use_selector else None
+        )
         self.head_rows = HeadRows()
         self.default_view = DraftView(self)
         self.post_init()
@@ -68,10 +70,11 @@ class DRelayModel(DRelayPreTrainedModel):
         """Set the `draft_vocab_size` tokens that can be drafted, `(Vd,)`; every end token must be among them."""
         ids = draft_token_ids.sort().values
         missing = set(self.config.eos_token_ids) - set(ids.tolist())
-        if len(ids) != self.config.draft_vocab_size or len(ids.unique()) != len(ids) or missing:
+        size = self.config.draft_vocab_size
+        if len(ids) != size or len(ids.unique()) != len(ids) or missing:
             raise ValueError(
-                f"`draft_token_ids` must hold `draft_vocab_size` ({self.config.draft_vocab_size}) distinct tokens with all "
-                f"end tokens {self.config.eos_token_ids} among them; got {len(ids)}, without {sorted(missing)}."
+                f"`draft_token_ids` must hold `draft_vocab_size` ({size}) distinct tokens with "
+                f"all end tokens {self.config.eos_token_ids} among them; got {len(ids)}, without {sorted(missing)}."
             )
         self.drafter.draft_token_ids.copy_(ids)
         if self.selector is not None:
@@ -111,7 +114,7 @@ class DRelayModel(DRelayPreTrainedModel):
         return block
 
     def continue_after(self, block: DraftBlock, session: DraftSession) -> None:
-        """Prepare the session for another stage after the (cut) `block`: provisional features and the head's memory."""
+        """Prepare another stage after the (cut) `block`: provisional features and the head's memory."""
         features = block.context_features
         if self.selector is not None:
             known = torch.cat([session.anchor_ids[:, None], block.draft_ids[:, :-1]], dim=1)

@@ -1,8 +1,8 @@
 """How a block's tokens are chosen: heads score the pool of a slot given the tokens before it, walks draw the tokens.
 
-Every head is a *causal map*: `score` gives the selection logits of some slots from the tokens of the slots before them.
-That one function serves training (teacher-forced, all slots at once), the sequential walk (one slot at a time) and the
-fixed-point walk, so the heads need nothing else.
+Every head is a *causal map*: `score` gives the selection logits of some slots from the tokens of the slots before
+them. That one function serves training (teacher-forced, all slots at once), the sequential walk (one slot at a time)
+and the fixed-point walk, so the heads need nothing else.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ class HeadInputs:
 
     Attributes:
         hidden_states (`torch.FloatTensor` of shape `(B, K, H)`): Backbone row of each slot.
-        anchor_hidden (`torch.FloatTensor` of shape `(B, H)`, *optional*): Row of the anchor, in the fill-in layout only
-            (in the shifted layout it is the row of slot 1).
+        anchor_hidden (`torch.FloatTensor` of shape `(B, H)`, *optional*): Row of the anchor, in the fill-in layout
+            only (in the shifted layout it is the row of slot 1).
         pool (`Pool`): Candidates of each slot.
         anchor_ids (`torch.LongTensor` of shape `(B,)`): Last token before slot 1.
         history (`torch.FloatTensor` of shape `(B, W, H)`): Context features of the last verified positions.
@@ -61,7 +61,7 @@ class DraftHead(Protocol):
         """
 
     def remember(self, state: Any, path_ids: torch.LongTensor) -> Any:
-        """What a later stage of the round needs of this one; `path_ids (B, n)`: anchor and tokens, the last one excluded."""
+        """What a later stage needs of this one; `path_ids (B, n)`: anchor and tokens, the last one excluded."""
 
 
 class IndependentHead:

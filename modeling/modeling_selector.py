@@ -6,7 +6,7 @@ backbone's draft) and REPAIR. It reads the drafter's states and distributions an
 unverified of the target. Untrained, it is exactly the drafter's own pool distribution, because every path that could
 change it ends in a layer that starts at zero.
 
-Shapes: `B` blocks, `K` slots, `C` candidates, `w` selector width, `h` heads, `P` prefix positions, `W` history positions.
+Shapes: `B` blocks, `K` slots, `C` candidates, `w` selector width, `h` heads, `P` prefix and `W` history positions.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from .modeling_heads import HeadInputs, Pool
 
 
 def _attend(queries, keys, values, bias):
-    """Attention `(B, N, w)` of `(B, h, N, d)` over `(B, h, M, d)` with an additive `bias` that broadcasts to `(B, h, N, M)`."""
+    """Attention `(B, N, w)` of `(B, h, N, d)` over `(B, h, M, d)`; the additive `bias` broadcasts to the scores."""
     shape = (queries.shape[0], queries.shape[1], queries.shape[2], keys.shape[2])
     bias = bias.to(queries.dtype).expand(shape)
     output = F.scaled_dot_product_attention(queries, keys.to(queries.dtype), values.to(queries.dtype), attn_mask=bias)
@@ -65,8 +65,8 @@ class GlobalReadBlock(nn.Module):
 
 class CandidateRead(nn.Module):
     """
-    Candidate-specific attention over all candidates of the *other* slots (the own slot is masked). A null key with a zero
-    value lets a candidate read nothing.
+    Candidate-specific attention over all candidates of the *other* slots (the own slot is masked). A null key with a
+    zero value lets a candidate read nothing.
     """
 
     def __init__(self, config: DRelayConfig):
@@ -142,7 +142,7 @@ class HistoryRead(nn.Module):
 
 
 class PrefixRead(nn.Module):
-    """Addressable read of every candidate over the tokens selected before its slot, those of earlier stages included."""
+    """Addressable read of every candidate over all tokens selected before its slot, in earlier stages too."""
 
     def __init__(self, config: DRelayConfig):
         super().__init__()
@@ -155,8 +155,8 @@ class PrefixRead(nn.Module):
 
     def forward(self, pairs, prefix, first):
         """
-        Read `(B, R, C, w)` of `pairs` `(B, R, C, 2w)` of the slots `first..`, over `prefix` `(B, P, 2w)` that ends with
-        the token before the last of these slots.
+        Read `(B, R, C, w)` of `pairs` `(B, R, C, 2w)` of the slots `first..`, over `prefix` `(B, P, 2w)` that ends
+        with the token before the last of these slots.
         """
         num_slots, C = pairs.shape[1:3]
         queries = _heads(self.q_proj(pairs.flatten(1, 2)), self.num_heads)
@@ -172,8 +172,8 @@ class PrefixRead(nn.Module):
 
 class PairPath(nn.Module):
     """
-    Low-rank score of the previously selected token against a candidate, `<A[y] * W_p h, D[c]>`. On the pool it contains
-    the bilinear selector of DFlash 2 and the Markov head of DSpark (arXiv 2607.05147).
+    Low-rank score of the previously selected token against a candidate, `<A[y] * W_p h, D[c]>`. On the pool it
+    contains the bilinear selector of DFlash 2 and the Markov head of DSpark (arXiv 2607.05147).
     """
 
     def __init__(self, config: DRelayConfig):
@@ -307,7 +307,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         return self._prefix(state, path_ids) if self.prefix_read is not None else None
 
     def provisional_features(self, hidden_states: torch.Tensor, token_ids: torch.LongTensor, embed) -> torch.Tensor:
-        """Stand-ins for context features: backbone rows `(B, n, H)` that know the tokens `(B, n)` at their positions."""
+        """Stand-ins for context features: backbone rows `(B, n, H)` that know the tokens `(B, n)` at their places."""
         if not self.config.use_repaired_feature:
             return hidden_states
         return hidden_states + self.repaired_proj(embed(token_ids).to(self.dtype))

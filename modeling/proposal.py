@@ -2,8 +2,8 @@
 
 Order for a slot: raw pool logits -> change made by context-dependent penalties, added to the selection logits ->
 warpers, once -> softmax over the pool = q, in fp32; tokens outside the pool have q = 0. A sampled token is drawn from
-exactly this q, given the drafted tokens before it. Only processors known to be functions of their arguments are applied;
-others act on the target's side alone, where they are always exact.
+exactly this q, given the drafted tokens before it. Only processors known to be functions of their arguments are
+applied; others act on the target's side alone, where they are always exact.
 """
 
 import torch
@@ -64,7 +64,7 @@ class Proposal:
         return StageDraw(self, pool)
 
     def penalty_change(self, input_ids, token_ids, logits) -> torch.FloatTensor:
-        """What the penalties add to the raw `logits` `(B, C)` of `token_ids` after `input_ids` `(B, T)`; may be -inf."""
+        """What the penalties add to the raw `logits` `(B, C)` of `token_ids` after `input_ids`; may be -inf."""
         token_ids, before = token_ids.to(input_ids.device), logits.to(input_ids.device)
         scores = before.new_zeros(len(before), self.vocab_size).scatter_(1, token_ids, before)
         for penalty in self.penalties:

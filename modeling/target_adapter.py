@@ -1,7 +1,7 @@
-"""What a drafter needs of a target: its embedding, its head, the taps' hidden states, and a check that they fit together.
+"""What a drafter needs of a target: its embedding, its head, the taps' hidden states, and a check that all fits.
 
-The target's modules are called, never stored: quantised, wrapped or offloaded heads have no usable weight, and a stored
-reference would end up in checkpoints and device maps.
+The target's modules are called, never stored: quantised, wrapped or offloaded heads have no usable weight, and a
+stored reference would end up in checkpoints and device maps.
 """
 
 import weakref
@@ -63,7 +63,7 @@ class TargetAdapter:
 
     def logits(self, hidden_states: torch.Tensor, token_ids: torch.LongTensor | None = None) -> torch.FloatTensor:
         """
-        Raw logits, fp32, of `hidden_states` `(B, K, H)` over the vocabulary `(B, K, V)` or over `token_ids` `(B, K, Vd)`.
+        Raw logits, fp32, of `hidden_states` `(B, K, H)` over the vocabulary `(B, K, V)` or `token_ids` `(B, K, Vd)`.
 
         The scale and soft-cap that the target's own forward applies are applied here too.
         """
@@ -113,18 +113,22 @@ class TargetAdapter:
                 "Call generate() without `assistant_model`."
             )
         if self.head is None or self.embedding is None:
-            raise ValueError(f"`assistant_model` needs a target with an embedding and an LM head; {name} lacks one of them.")
+            raise ValueError(
+                f"`assistant_model` needs a target with an embedding and an LM head; {name} lacks one of them."
+            )
         pairs = (
             ("vocab_size", config.vocab_size, self.config.vocab_size),
             ("hidden_size", config.hidden_size, self.config.hidden_size),
         )
         for field, own, theirs in pairs:
             if own != theirs:
-                raise ValueError(f"`assistant_model` has `{field}` {own}, but the target {name} has {theirs}. {advice}")
+                raise ValueError(
+                    f"`assistant_model` has `{field}` {own}, but the target {name} has {theirs}. {advice}"
+                )
         if max(config.target_layer_ids) >= self.config.num_hidden_layers:
             raise ValueError(
-                f"`target_layer_ids` {config.target_layer_ids} need a target of more than {max(config.target_layer_ids)} "
-                f"layers, but {name} has {self.config.num_hidden_layers}. {advice}"
+                f"`target_layer_ids` {config.target_layer_ids} need a target of more than "
+                f"{max(config.target_layer_ids)} layers, but {name} has {self.config.num_hidden_layers}. {advice}"
             )
 
 

@@ -72,6 +72,7 @@ def train_phase(name, arguments, drelay, target, train_examples, held_out, max_s
         save_steps=500,
         save_total_limit=1,
         report_to="none",
+        train_sampling_strategy="group_by_length",
         dataloader_num_workers=0,
         **options,
     )

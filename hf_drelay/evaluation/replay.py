@@ -51,7 +51,7 @@ def replay_response(view, target, input_ids, prompt_length, max_length=None, sta
 
 
 def replay(view, target, examples: Iterable, max_response: int | None = None, quiet: bool = True) -> DraftStatistics:
-    """Merged statistics over examples with `input_ids` and `prompt_length`, their responses cut to `max_response` tokens."""
+    """Merged statistics of examples; `max_response` cuts their responses to that many tokens."""
     total = DraftStatistics()
     for example in tqdm(list(examples), desc="replay", unit="response", disable=quiet):
         end = None if max_response is None else example.prompt_length + max_response

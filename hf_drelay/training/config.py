@@ -52,7 +52,8 @@ class DRelayTrainingConfig(TrainingArguments):
             raise ValueError("`freeze_backbone=True` with `train_selector=False` leaves nothing to train.")
         if self.num_anchors < 1 or self.num_selector_anchors < 1:
             raise ValueError(
-                f"`num_anchors` {self.num_anchors} and `num_selector_anchors` {self.num_selector_anchors} must be at least 1."
+                f"`num_anchors` {self.num_anchors} and `num_selector_anchors` {self.num_selector_anchors} must be at "
+                "least 1."
             )
         # The trainer's batches carry lengths and keys that no forward signature names.
         self.remove_unused_columns = False

@@ -38,11 +38,9 @@ class FeatureStore:
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def _compute(self, keys, input_ids, lengths) -> list[torch.Tensor]:
-        mask = torch.arange(input_ids.shape[1], device=input_ids.device)[None] < torch.tensor(lengths)[:, None].to(
-            input_ids.device
-        )
         body = self.adapter.target.get_decoder()  # without the head: its logits are not needed
-        outputs = body(input_ids=input_ids, attention_mask=mask.long(), output_hidden_states=True, use_cache=False)
+        # No mask: padding stands on the right, where a causal model never looks.
+        outputs = body(input_ids=input_ids, output_hidden_states=True, use_cache=False)
         states = self.adapter.tapped(outputs.hidden_states, self.layer_ids)
         rows = []
         for key, row, length in zip(keys, states, lengths, strict=True):

@@ -26,7 +26,8 @@ class ObjectiveConfig:
         support_weight (`float`): Weight of the candidate-support loss, 0 turns it off.
         support_margin (`float`): Its margin.
         repair_weight (`float`): Weight of the selector's loss, 0 trains the backbone alone.
-        contribution (`float`): Share (0..1) of the contribution weight in the slot weight of `L_rep`; the rest is the decay.
+        contribution (`float`): Share (0..1) of the contribution weight in the slot weight of `L_rep`; the rest is the
+            decay.
         contribution_floor (`float`): Least contribution weight.
         freeze_backbone (`bool`): Keep the gradient of `L_rep` out of the backbone and drop `L_base`.
     """
@@ -43,8 +44,12 @@ class ObjectiveConfig:
 @dataclass
 class Blocks:
     """
-    Blocks of a batch: `sequence (N,)` and `anchor (N,)` say where each starts, `labels (N, K)` which tokens the target put
-    into its slots, `valid (N, K)` which slots lie inside the response without a gap.
+    Blocks of a batch.
+
+    Attributes:
+        sequence, anchor (`torch.LongTensor` of shape `(N,)`): Where each block starts.
+        labels (`torch.LongTensor` of shape `(N, K)`): The tokens that the target put into its slots.
+        valid (`torch.BoolTensor` of shape `(N, K)`): Which slots lie inside the response.
     """
 
     sequence: torch.LongTensor
@@ -79,8 +84,8 @@ def label_blocks(input_ids: torch.LongTensor, lengths: torch.LongTensor, anchors
 
 def training_masks(config, anchors: torch.LongTensor, context_length: int) -> list[torch.BoolTensor]:
     """
-    Visible keys `(B, 1, A*S, T + A*S)` of every layer: context before the anchor, rows of the own block, nothing of other
-    blocks. Rows of padding anchors see their own block only, which keeps the softmax finite.
+    Visible keys `(B, 1, A*S, T + A*S)` of every layer: context before the anchor, rows of the own block, nothing of
+    other blocks. Rows of padding anchors see their own block only, which keeps the softmax finite.
     """
     B, A = anchors.shape
     S = config.block_size
