@@ -29,6 +29,29 @@ class DRelayPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """As in transformers, but missing or unreadable weights are an error: random ones would draft badly."""
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except Exception as error:
+            if type(error).__name__ != "SafetensorError":  # the class belongs to a package that is not imported here
+                raise
+            raise ValueError(
+                f"`pretrained_model_name_or_path` {str(pretrained_model_name_or_path)!r} has a corrupt weight file "
+                f"({error}); download or save the drafter again."
+            ) from error
+        if info["missing_keys"]:
+            missing = sorted(info["missing_keys"])
+            raise ValueError(
+                f"`pretrained_model_name_or_path` {str(pretrained_model_name_or_path)!r} lacks {len(missing)} weights "
+                f"of {cls.__name__}, among them `{missing[0]}`; download or save the drafter again, or load the part "
+                "that is there with its own class."
+            )
+        return (model, info) if output_loading_info else model
+
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)

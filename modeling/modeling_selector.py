@@ -86,15 +86,14 @@ class CandidateRead(nn.Module):
         init.normal_(self.null_key, std=std)
         init.ones_(self.log_prob_scale)
 
-    def forward(self, x, pairs, log_probs):
+    def forward(self, x, embeds, log_probs):
         """
-        Global context `(B, K, C, w)` of slot features `x` `(B, K, w)`, `pairs` `[x; e]` `(B, K, C, 2w)` and candidate
+        Global context `(B, K, C, w)` of slot features `x` `(B, K, w)`, candidate `embeds` `(B, K, C, w)` and
         `log_probs` `(B, K, C)`.
         """
-        num_blocks, K, C, _ = pairs.shape
-        flat = pairs.flatten(1, 2)
-        queries = _heads(self.q_proj(flat), self.num_heads)
-        keys, values = self.kv_proj(flat).chunk(2, dim=-1)
+        num_blocks, K, C, _ = embeds.shape
+        queries = _heads(_candidate_linear(self.q_proj, x, embeds).flatten(1, 2), self.num_heads)
+        keys, values = _candidate_linear(self.kv_proj, x, embeds).flatten(1, 2).chunk(2, dim=-1)
         keys, values = _heads(keys, self.num_heads), _heads(values, self.num_heads)
         null = self.null_key.to(keys.dtype).expand(num_blocks, -1, -1)[:, :, None]
         slots = torch.arange(K, device=x.device)
@@ -124,16 +123,16 @@ class HistoryRead(nn.Module):
     def init_own_parameters(self, std: float) -> None:
         init.normal_(self.null_key, std=std)
 
-    def forward(self, pairs, history, history_mask, offset):
-        """Read `(B, K, C, w)`; `history` `(B, W, H)` ends just before the round's anchor."""
-        num_blocks, K, C, _ = pairs.shape
+    def forward(self, x, embeds, history, history_mask, offset):
+        """Read `(B, K, C, w)` of all candidates; `history` `(B, W, H)` ends just before the round's anchor."""
+        num_blocks, K, C, _ = embeds.shape
         num_positions = history.shape[1]
-        queries = _heads(self.q_proj(pairs.flatten(1, 2)), self.num_heads)
-        keys, values = self.kv_proj(history.to(pairs.dtype)).chunk(2, dim=-1)
+        queries = _heads(_candidate_linear(self.q_proj, x, embeds).flatten(1, 2), self.num_heads)
+        keys, values = self.kv_proj(history.to(embeds.dtype)).chunk(2, dim=-1)
         keys, values = _heads(keys, self.num_heads), _heads(values, self.num_heads)
         null = self.null_key.to(keys.dtype).expand(num_blocks, -1, -1)[:, :, None]
-        slots = torch.arange(K, device=pairs.device)[:, None] + offset
-        distance = slots + num_positions - torch.arange(num_positions, device=pairs.device)  # 1 just before the anchor
+        slots = torch.arange(K, device=x.device)[:, None] + offset
+        distance = slots + num_positions - torch.arange(num_positions, device=x.device)  # 1 just before the anchor
         bias = self.distance_bias(distance).repeat_interleave(C, 1)[None]  # (1, h, K*C, W)
         bias = bias.masked_fill(~history_mask[:, None, None, :], float("-inf"))
         bias = F.pad(bias, (1, 0))  # without any history there is still the null key
@@ -153,19 +152,23 @@ class PrefixRead(nn.Module):
         self.distance_bias = RelativeBias(self.num_heads, 4 * config.block_size)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, pairs, prefix, first):
+    def queries(self, x, embeds) -> torch.Tensor:
+        """Queries `(B, K, C, w)` of all candidates; they do not depend on the path."""
+        return _candidate_linear(self.q_proj, x, embeds)
+
+    def forward(self, queries, prefix):
         """
-        Read `(B, R, C, w)` of `pairs` `(B, R, C, 2w)` of the slots `first..`, over `prefix` `(B, P, 2w)` that ends
-        with the token before the last of these slots.
+        Read `(B, R, C, w)` of the `queries` `(B, R, C, w)` of some slots over `prefix` `(B, P, 2w)`, which ends with
+        the token before the last of these slots.
         """
-        num_slots, C = pairs.shape[1:3]
-        queries = _heads(self.q_proj(pairs.flatten(1, 2)), self.num_heads)
-        keys, values = self.kv_proj(prefix).chunk(2, dim=-1)
+        num_slots, C = queries.shape[1:3]
         num_prefix = prefix.shape[1]
-        # Slot `first + r` stands after prefix entry `P - R + r`, at distance 1.
-        ends = torch.arange(num_slots, device=pairs.device)[:, None] + num_prefix - num_slots + 1
-        distance = ends - torch.arange(num_prefix, device=pairs.device)
+        keys, values = self.kv_proj(prefix).chunk(2, dim=-1)
+        # Slot `r` of the R scored ones stands right behind prefix entry `P - R + r`, at distance 1.
+        ends = torch.arange(num_slots, device=prefix.device)[:, None] + num_prefix - num_slots + 1
+        distance = ends - torch.arange(num_prefix, device=prefix.device)
         bias = self.distance_bias(distance).masked_fill(distance < 1, float("-inf")).repeat_interleave(C, 1)[None]
+        queries = _heads(queries.flatten(1, 2), self.num_heads)
         read = _attend(queries, _heads(keys, self.num_heads), _heads(values, self.num_heads), bias)
         return self.o_proj(read).unflatten(1, (num_slots, C))
 
@@ -202,7 +205,7 @@ class SelectorState:
 
     inputs: HeadInputs
     slot_features: torch.Tensor  # (B, 1 + K, w), the anchor first
-    pairs: torch.Tensor  # (B, K, C, 2w)
+    prefix_queries: torch.Tensor | None  # (B, K, C, w)
     trunk: torch.Tensor  # (B, K, C, w), all of it but the prefix read
     candidate_rows: torch.LongTensor | None  # (B, K, C), rows of the pair tables
     earlier: torch.Tensor | None  # (B, P, 2w), prefix entries of earlier stages
@@ -259,7 +262,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
 
     def read(self, inputs: HeadInputs) -> SelectorState:
         """Global Read, history read and everything else that does not depend on the selected tokens."""
-        pool, K, C = inputs.pool, *inputs.pool.ids.shape[1:]
+        pool, K = inputs.pool, inputs.pool.ids.shape[1]
         embeds = self._embed(inputs, pool.ids)  # (B, K, C, w)
         hidden = inputs.hidden_states.to(self.dtype)
         probs = pool.log_probs.exp().to(self.dtype)
@@ -271,16 +274,15 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         for block in self.blocks:
             x = block(x)
         x = self.slot_norm(x)
-        pairs = torch.cat([x[:, 1:, None].expand(-1, -1, C, -1), embeds], dim=-1)
-        ranks = (torch.arange(C, device=x.device) / C).expand_as(pool.log_probs)
-        evidence = torch.stack([pool.log_probs, pool.log_probs - pool.log_probs[..., :1], ranks], dim=-1)
-        trunk = self.trunk_proj(torch.cat([pairs, evidence.to(self.dtype)], dim=-1))
+        slots = x[:, 1:]
+        trunk = _candidate_linear(self.trunk_proj, slots, embeds, self._evidence(pool))
         if self.candidate_read is not None:
-            trunk = trunk + self.candidate_read(x[:, 1:], pairs, pool.log_probs)
+            trunk = trunk + self.candidate_read(slots, embeds, pool.log_probs)
         if self.history_read is not None:
-            trunk = trunk + self.history_read(pairs, inputs.history, inputs.history_mask, inputs.offset)
+            trunk = trunk + self.history_read(slots, embeds, inputs.history, inputs.history_mask, inputs.offset)
+        queries = self.prefix_read.queries(slots, embeds) if self.prefix_read is not None else None
         rows = self._table_rows(pool.ids) if self.pair_path is not None else None
-        return SelectorState(inputs, x, pairs, trunk, rows, inputs.earlier)
+        return SelectorState(inputs, x, queries, trunk, rows, inputs.earlier)
 
     def score(self, state: SelectorState, path_ids: torch.LongTensor, first: int = 0) -> torch.FloatTensor:
         """Selection logits over the pool, see `DraftHead.score`."""
@@ -293,8 +295,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
             scores = scores + self.pair_path(hidden, state.candidate_rows[:, first:last], previous).float()
         trunk = state.trunk[:, first:last]
         if self.prefix_read is not None:
-            prefix = self._prefix(state, path_ids)
-            trunk = trunk + self.prefix_read(state.pairs[:, first:last], prefix, first)
+            trunk = trunk + self.prefix_read(state.prefix_queries[:, first:last], self._prefix(state, path_ids))
         trunk = self.trunk_norm(trunk)
         if self.config.use_rank_head:
             scores = scores + self.rank_down(F.silu(self.rank_up(trunk))).squeeze(-1).float()
@@ -311,6 +312,13 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         if not self.config.use_repaired_feature:
             return hidden_states
         return hidden_states + self.repaired_proj(embed(token_ids).to(self.dtype))
+
+    def _evidence(self, pool: Pool) -> torch.Tensor:
+        """What the backbone thinks of each candidate, `(B, K, C, 3)`: log-probability, distance to the best, rank."""
+        C = pool.ids.shape[-1]
+        ranks = (torch.arange(C, device=pool.ids.device) / C).expand_as(pool.log_probs)
+        evidence = torch.stack([pool.log_probs, pool.log_probs - pool.log_probs[..., :1], ranks], dim=-1)
+        return evidence.to(self.dtype)
 
     def _embed(self, inputs: HeadInputs, token_ids: torch.LongTensor) -> torch.Tensor:
         """Target embeddings in the selector's width; normed, because tables of targets differ in scale by far."""
@@ -337,6 +345,17 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         keep = F.logsigmoid(-gate)[..., None]
         repair = F.logsigmoid(gate)[..., None] + repairs.log_softmax(dim=-1)
         return torch.cat([keep, repair], dim=-1)
+
+
+def _candidate_linear(linear: nn.Linear, x, embeds, *more) -> torch.Tensor:
+    """
+    `linear([x; embeds; ...])` `(B, K, C, out)` of slot features `x` `(B, K, w)` and candidate features `(B, K, C, ...)`;
+    the part of `x` is computed once for each slot instead of once for each candidate.
+    """
+    width = x.shape[-1]
+    candidates = torch.cat([embeds, *more], dim=-1) if more else embeds
+    of_slot = F.linear(x, linear.weight[:, :width])
+    return F.linear(candidates, linear.weight[:, width:], linear.bias) + of_slot[:, :, None]
 
 
 def _heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
