@@ -6,7 +6,6 @@ Bad input ends in one sentence and exit code 2. Heavy imports happen inside the 
 import math
 import os
 import platform
-import time
 from contextlib import contextmanager
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -72,6 +71,8 @@ def generate(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the generated text only.")] = False,
 ) -> None:
     """Stream an answer through a drafter, then compare its speed with plain generation."""
+    from hf_drelay.evaluation.timing import timed_generate
+
     with _errors_as_sentences():
         sampling = _sampling_arguments(temperature, top_p=top_p, top_k=top_k, min_p=min_p)
         options = _draft_options(
@@ -95,14 +96,14 @@ def generate(
         notes.print(_resolved(model, drelay, arguments), style="dim", highlight=False, soft_wrap=True)
 
         # The first call pays for kernel selection and memory, which would count against whichever way runs first.
-        _timed_generate(model, inputs, seed, {**arguments, "max_new_tokens": 2}, assistant_model=view)
-        drafted_ids, drafted_s = _timed_generate(
-            model, inputs, seed, arguments, assistant_model=view, streamer=_streamer(tokenizer)
+        timed_generate(model, inputs, seed, assistant_model=view, **{**arguments, "max_new_tokens": 2})
+        drafted_ids, drafted_s = timed_generate(
+            model, inputs, seed, assistant_model=view, streamer=_streamer(tokenizer), **arguments
         )
         if quiet:
             return
         statistics = view.statistics
-        plain = _timed_generate(model, inputs, seed, arguments) if compare else None
+        plain = timed_generate(model, inputs, seed, **arguments) if compare else None
         typer.echo()
         Console().print(_result_table(statistics, drafted_ids, drafted_s, plain, is_greedy=temperature == 0))
 
@@ -113,6 +114,7 @@ def env() -> None:
     import torch
 
     import hf_drelay
+    from hf_drelay.evaluation.records import cpu_name
 
     cuda = torch.cuda.is_available()
     rows = {
@@ -120,7 +122,7 @@ def env() -> None:
         "python": platform.python_version(),
         "platform": platform.platform(),
         **{name: _version(name) for name in ("torch", "transformers", "huggingface-hub", "tokenizers", "gguf")},
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu cores": str(os.cpu_count()),
         "torch threads": str(torch.get_num_threads()),
         "device": "cuda" if cuda else "cpu",
@@ -247,20 +249,6 @@ def _streamer(tokenizer):
     return TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def _timed_generate(model, inputs, seed: int, arguments: dict, **extra) -> tuple[list[int], float]:
-    """Generate once. Returns the new token ids and the walltime in seconds, prefill included."""
-    import torch
-    from transformers import set_seed
-
-    set_seed(seed)
-    start = time.perf_counter()
-    output_ids = model.generate(**inputs, **arguments, **extra)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    elapsed_s = time.perf_counter() - start
-    return output_ids[0, inputs["input_ids"].shape[1] :].tolist(), elapsed_s
-
-
 def _result_table(statistics, drafted_ids, drafted_s, plain, *, is_greedy: bool) -> Table:
     """Speed with and without the drafter, and what the drafter did."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -304,16 +292,6 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _cpu_name() -> str:
-    """Model name of the processor; Linux keeps it in a file, and `platform` often knows the architecture only."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

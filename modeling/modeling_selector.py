@@ -349,7 +349,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
 
 def _candidate_linear(linear: nn.Linear, x, embeds, *more) -> torch.Tensor:
     """
-    `linear([x; embeds; ...])` `(B, K, C, out)` of slot features `x` `(B, K, w)` and candidate features `(B, K, C, ...)`;
+    `linear([x; embeds; ...])` `(B, K, C, out)` of slot features `x` `(B, K, w)` and candidate features `(B, K, C, n)`;
     the part of `x` is computed once for each slot instead of once for each candidate.
     """
     width = x.shape[-1]

@@ -1,0 +1,47 @@
+"""Whether two greedy outputs are equal, and if not, whether rounding alone can explain it."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Divergence:
+    """
+    First difference of two outputs.
+
+    Attributes:
+        position (`int`): Index among the new tokens.
+        plain_id, other_id (`int`, *optional*): The two tokens; `None` where an output had ended.
+        logit_gap (`float`): Distance of the target's two best logits there. Two ways to compute the same logits can
+            pick different tokens only when it is about as small as the rounding error.
+    """
+
+    position: int
+    plain_id: int | None
+    other_id: int | None
+    logit_gap: float
+
+
+@torch.no_grad()
+def first_divergence(target, prompt_ids, plain_ids: list[int], other_ids: list[int]) -> Divergence | None:
+    """
+    Compare new tokens of plain decoding with those of another way; `None` if they are equal.
+
+    Args:
+        target (`PreTrainedModel`): Computes the logits at the difference, in one forward.
+        prompt_ids (`torch.LongTensor` of shape `(1, P)`): The prompt of both.
+    """
+    if plain_ids == other_ids:
+        return None
+    shorter = min(len(plain_ids), len(other_ids))
+    position = next((i for i in range(shorter) if plain_ids[i] != other_ids[i]), shorter)
+    prefix = torch.tensor([plain_ids[:position]], dtype=torch.long, device=prompt_ids.device)
+    logits = target(torch.cat([prompt_ids, prefix], dim=1), use_cache=False).logits[0, -1].float()
+    best = logits.topk(2).values
+    return Divergence(
+        position,
+        plain_ids[position] if position < len(plain_ids) else None,
+        other_ids[position] if position < len(other_ids) else None,
+        float(best[0] - best[1]),
+    )
