@@ -141,11 +141,13 @@ class DRelayCandidateGenerator:
 
     def _draft_stage(self, input_ids, room: int) -> tuple[DraftBlock, bool]:
         """A stage cut to what may be drafted, and whether nothing may follow it."""
+        num_slots = min(room, self.model.config.num_drafts, self.options.num_draft_tokens or room)
+        self.session.num_slots = num_slots  # scoring slots that cannot be verified would be wasted
         self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
         self.proposal.input_ids = input_ids
         block = self.model.draft(self.session.anchor_ids, self.session, self.proposal, self.options.use_selector)
-        is_short = block.num_tokens < self.model.config.num_drafts  # a slot had nothing left to draw
-        block = block.first(min(room, self.options.num_draft_tokens or room))
+        is_short = block.num_tokens < num_slots  # a slot had nothing left to draw
+        block = block.first(num_slots)
         ids = block.draft_ids[0].tolist()
         # Drafting on after an end token is useless; the token itself stays, so nothing is dropped for its value.
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]

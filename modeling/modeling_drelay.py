@@ -123,9 +123,9 @@ class DRelayModel(DRelayPreTrainedModel):
         session.earlier = block.remember(block.num_tokens)
 
     def head_inputs(self, rows: torch.Tensor, anchor_ids: torch.LongTensor, session: DraftSession) -> HeadInputs:
-        """Sort backbone `rows` `(B, S, H)` into slots by the layout and look up the pool."""
+        """Sort backbone `rows` `(B, S, H)` into the first `session.num_slots` slots and look up their pools."""
         fill_in = self.config.layout == "fill_in"
-        hidden = rows[:, 1:] if fill_in else rows
+        hidden = (rows[:, 1:] if fill_in else rows)[:, : session.num_slots]
         logits = session.adapter.logits(hidden, self.drafter.draft_token_ids)
         return HeadInputs(
             hidden_states=hidden,
