@@ -171,8 +171,11 @@ for _config, _model in (
 ):
     _config.register_for_auto_class()
     _model.register_for_auto_class("AutoModel")
-    AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModel.register(_config, _model, exist_ok=True)
+    # A registered class beats the code of every repository. That is right for an installed package; a copy that came
+    # from one repository must not serve another one.
+    if not __name__.startswith("transformers_modules"):
+        AutoConfig.register(_config.model_type, _config, exist_ok=True)
+        AutoModel.register(_config, _model, exist_ok=True)
 
 install()
 
