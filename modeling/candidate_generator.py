@@ -18,9 +18,6 @@ from .target_adapter import TargetAdapter
 
 logger = logging.get_logger(__name__)
 
-# Criteria that the host's loop applies exactly by itself, or that no token of a draft can complete.
-_HANDLED_BY_HOST = (host_criteria.EosTokenCriteria, host_criteria.MaxLengthCriteria, host_criteria.MaxTimeCriteria)
-
 
 class DRelayCandidateGenerator:
     """
@@ -41,19 +38,19 @@ class DRelayCandidateGenerator:
         self.model = model
         self.adapter = adapter
         self.options = options
-        self.max_length = generation_config.max_length
-        self.content_criteria = [c for c in stopping_criteria or [] if not isinstance(c, _HANDLED_BY_HOST)]
+        criteria = list(stopping_criteria or [])
+        limits = [c.max_length for c in criteria if isinstance(c, host_criteria.MaxLengthCriteria)]
+        self.max_length = min([generation_config.max_length, *limits])
+        self.eos_ids = _eos_ids(getattr(generation_config, "_eos_token_tensor", None))
+        self.content_criteria = [c for c in criteria if _reads_content(c, self.eos_ids)]
         self.can_draft = self._check_criteria(generation_config)
-        self.eos_ids = _eos_ids(generation_config)
         self.clock = PhaseClock(enabled=options.profile)
         self.statistics = DraftStatistics(phase_ms=self.clock.phase_ms)
         self.session = DraftSession(model.drafter, adapter, self.clock)
-        head = adapter.target.get_output_embeddings()
-        self.vocab_size = getattr(head, "out_features", adapter.config.vocab_size)
         # A stop string cuts drafts by their content. With q handed over that would bias the output, so those calls
         # propose greedily: the target then samples at every position and a draft counts while it is equal.
         is_sampled = bool(generation_config.do_sample) and options.proposal == "sample" and not self.content_criteria
-        self.proposal = Proposal(logits_processor, self.vocab_size, is_sampled)
+        self.proposal = Proposal(logits_processor, adapter.config.vocab_size, is_sampled)
         every_state = bool(generation_config.output_hidden_states)
         forward = adapter.target.get_decoder().forward
         taps = model.config.target_layer_ids
@@ -106,6 +103,7 @@ class DRelayCandidateGenerator:
     def _feed(self, model_outputs, model_kwargs, num_verified: int) -> None:
         """Give the session the target's states of the positions that were verified since the last call."""
         states = self.adapter.tapped(model_outputs.hidden_states, self.model.config.target_layer_ids)
+        self.proposal.vocab_size = model_outputs.logits.shape[-1]  # a padded head is wider than the vocabulary
         if self._is_prompt_fed:
             states = states[:, :num_verified]
         else:
@@ -179,7 +177,7 @@ class DRelayCandidateGenerator:
         """Log of q over the vocabulary `(1, K, V)`: the pool's logits, `-inf` everywhere else."""
         ids = torch.cat([block.pool_ids for block in self._blocks], dim=1)
         logits = torch.cat([block.pool_logits for block in self._blocks], dim=1)
-        full = logits.new_full((*ids.shape[:2], self.vocab_size), float("-inf"))
+        full = logits.new_full((*ids.shape[:2], self.proposal.vocab_size), float("-inf"))
         return full.scatter_(2, ids, logits)
 
     def _check_criteria(self, generation_config) -> bool:
@@ -195,6 +193,12 @@ class DRelayCandidateGenerator:
         return True
 
 
-def _eos_ids(generation_config) -> set[int]:
-    tensor = getattr(generation_config, "_eos_token_tensor", None)
+def _eos_ids(tensor: torch.LongTensor | None) -> set[int]:
     return set() if tensor is None else set(tensor.flatten().tolist())
+
+
+def _reads_content(criterion, eos_ids: set[int]) -> bool:
+    """Whether a token inside a draft may complete the criterion; the host's loop tests it behind the block only."""
+    if isinstance(criterion, host_criteria.EosTokenCriteria):  # the end tokens of the call cut drafts anyway
+        return not _eos_ids(criterion.eos_token_id) <= eos_ids
+    return not isinstance(criterion, (host_criteria.MaxLengthCriteria, host_criteria.MaxTimeCriteria))

@@ -9,12 +9,15 @@ with `--resume`. The folder `--output/drafter` is what ships.
 import argparse
 import json
 import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 
 from hf_drelay import DRelayConfig, DRelayModel, load_demo_target
+from hf_drelay.evaluation.records import write_json
 from hf_drelay.targets import describe_demo_target
 from hf_drelay.training.config import DRelayTrainingConfig
 from hf_drelay.training.data import frequent_tokens, load_responses, split_by_prompt
@@ -83,6 +86,17 @@ def train_phase(name, arguments, drelay, target, train_examples, held_out, max_s
     return trainer.state.log_history
 
 
+def save_release(drelay: DRelayModel, folder: Path) -> None:
+    """Weights in bfloat16 and a configuration that loads them as float32, in which CPUs are fast. No code files."""
+    with tempfile.TemporaryDirectory() as scratch:
+        drelay.to(torch.bfloat16).save_pretrained(scratch)
+        drelay.to(torch.float32)
+        config = json.loads((Path(scratch) / "config.json").read_text()) | {"dtype": "float32"}
+        write_json(folder / "config.json", config)
+        shutil.copyfile(Path(scratch) / "model.safetensors", folder / "model.safetensors.part")
+    os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
+
+
 def main() -> None:
     arguments = parse_arguments()
     torch.manual_seed(0)
@@ -102,12 +116,9 @@ def main() -> None:
         log[name] = train_phase(name, arguments, drelay, target, train_examples, held_out, **options)
         drelay.requires_grad_(True)
         folder = arguments.output / ("drafter" if name == "joint" else f"after-{name}")
-        drelay.to(torch.bfloat16).save_pretrained(folder)
-        drelay.to(torch.float32)
+        save_release(drelay, folder)
         log["minutes"] = (time.time() - started) / 60
-        part = arguments.output / "training_log.json.part"
-        part.write_text(json.dumps(log, indent=1))
-        os.replace(part, arguments.output / "training_log.json")
+        write_json(arguments.output / "training_log.json", log)
 
 
 if __name__ == "__main__":
