@@ -21,6 +21,7 @@ from hf_drelay.evaluation.records import write_json
 from hf_drelay.targets import describe_demo_target
 from hf_drelay.training.config import DRelayTrainingConfig
 from hf_drelay.training.data import frequent_tokens, load_responses, split_by_prompt
+from hf_drelay.training.features import FeatureStore
 from hf_drelay.training.trainer import DRelayTrainer
 
 
@@ -58,8 +59,8 @@ def build_drafter(arguments, target, train_examples) -> DRelayModel:
     return drelay
 
 
-def train_phase(name, arguments, drelay, target, train_examples, held_out, max_steps, **options) -> list[dict]:
-    """One phase; returns its log."""
+def train_phase(name, arguments, drelay, target, examples, features, max_steps, **options) -> list[dict]:
+    """One phase on `examples` (training, held out); returns its log."""
     config = DRelayTrainingConfig(
         output_dir=str(arguments.output / name),
         max_steps=max_steps,
@@ -79,7 +80,7 @@ def train_phase(name, arguments, drelay, target, train_examples, held_out, max_s
         dataloader_num_workers=0,
         **options,
     )
-    trainer = DRelayTrainer(drelay, target, config, train_examples, held_out)
+    trainer = DRelayTrainer(drelay, target, config, *examples, features=features)
     has_checkpoint = any((arguments.output / name).glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=arguments.resume and has_checkpoint)
     trainer.evaluate()
@@ -106,6 +107,8 @@ def main() -> None:
     examples = load_responses(arguments.responses, tokenizer, max_length=512)[: arguments.num_responses]
     train_examples, held_out = split_by_prompt(examples, num_held_out=64)
     drelay = build_drafter(arguments, target, train_examples)
+    # One store for both phases: the target's states are the dearest part of the first epoch.
+    features = FeatureStore(drelay.adapter(target), drelay.config.target_layer_ids)
     rate = arguments.learning_rate
     phases = {
         "backbone": {"max_steps": arguments.backbone_steps, "train_selector": False, "learning_rate": rate},
@@ -113,7 +116,7 @@ def main() -> None:
     }
     log = {"arguments": {k: str(v) for k, v in vars(arguments).items()}, "target": describe_demo_target(target)}
     for name, options in phases.items():
-        log[name] = train_phase(name, arguments, drelay, target, train_examples, held_out, **options)
+        log[name] = train_phase(name, arguments, drelay, target, (train_examples, held_out), features, **options)
         drelay.requires_grad_(True)
         folder = arguments.output / ("drafter" if name == "joint" else f"after-{name}")
         save_release(drelay, folder)

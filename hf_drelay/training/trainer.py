@@ -52,13 +52,15 @@ class DRelayTrainer(Trainer):
         target (`PreTrainedModel`): Writes no gradient; gives embedding, head and hidden states.
         args (`DRelayTrainingConfig`): The run.
         train_examples, held_out (`list[ResponseExample]`): Without a common prompt.
+        features (`FeatureStore`, *optional*): Hidden states of these training examples from an earlier phase.
     """
 
-    def __init__(self, model, target, args: DRelayTrainingConfig, train_examples, held_out, **kwargs):
+    def __init__(self, model, target, args: DRelayTrainingConfig, train_examples, held_out, features=None, **kwargs):
         target.requires_grad_(False).eval()
         self.target = target
         self.adapter = model.adapter(target)
-        self.features = FeatureStore(self.adapter, model.config.target_layer_ids, args.feature_bytes)
+        taps = model.config.target_layer_ids
+        self.features = features or FeatureStore(self.adapter, taps, args.feature_bytes)
         self.held_out = [e for e in held_out if e.mode == "greedy"][: args.num_replayed]
         repair_weight = args.repair_weight if args.train_selector else 0.0
         self.objective = JointObjective(
