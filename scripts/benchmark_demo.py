@@ -18,6 +18,7 @@ from hf_drelay import DRelayModel, load_demo_target
 from hf_drelay.evaluation.divergence import first_divergence
 from hf_drelay.evaluation.records import environment, write_json
 from hf_drelay.evaluation.timing import timed_generate
+from hf_drelay.modeling.configuration_drelay import PROPOSALS
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.targets import describe_demo_target, resolve_drafter
 from hf_drelay.training.data import encode_prompt, read_prompts
@@ -32,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--num-draft-tokens", type=int, help="default: that of the drafter's configuration")
+    parser.add_argument("--proposal", choices=PROPOSALS, help="default: that of the drafter's configuration")
     parser.add_argument("--loop-gate", type=float, default=-0.5)
     parser.add_argument("--max-stages", type=int, default=3)
     parser.add_argument("--threads", type=int)
@@ -76,7 +78,8 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     target, tokenizer = load_demo_target()
     drelay = DRelayModel.from_pretrained(resolve_drafter(arguments.drafter))
-    shared = {} if arguments.num_draft_tokens is None else {"num_draft_tokens": arguments.num_draft_tokens}
+    given = {"num_draft_tokens": arguments.num_draft_tokens, "proposal": arguments.proposal}
+    shared = {name: value for name, value in given.items() if value is not None}
     loop = {"loop_gate": arguments.loop_gate, "max_stages": arguments.max_stages}
     views = {
         "plain": None,
