@@ -268,6 +268,7 @@ class DRelayConfig(PreTrainedConfig):
             "attention_bias": bool(getattr(text, "attention_bias", False)),
             "max_position_embeddings": text.max_position_embeddings,
             "rope_parameters": _drafter_rope(text),
+            # Layers copied from a target without these norms must not get them.
             "use_qk_norm": text.model_type not in ("llama", "mistral", "qwen2"),
             "bos_token_id": text.bos_token_id,
             "eos_token_id": text.eos_token_id,

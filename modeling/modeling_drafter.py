@@ -211,7 +211,8 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         what the target lacks keeps its random start.
 
         Raises:
-            ValueError: If the target has no such layers, or `target_layer_ids` lacks the needed tap.
+            ValueError: If the target has no such layers, their sizes are not those of the drafter, or `target_layer_ids`
+                lacks the needed tap.
         """
         body = target.get_decoder() if hasattr(target, "get_decoder") else target.model
         source_layers, source_norm = getattr(body, "layers", None), getattr(body, "norm", None)
@@ -229,14 +230,25 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         tap, width = self.config.target_layer_ids.index(first - 1), self.config.hidden_size
         with torch.no_grad():
             for own, source in zip(self.layers, source_layers[first:], strict=True):
-                weights = source.state_dict()
-                own.load_state_dict({k: v for k, v in weights.items() if k in own.state_dict()}, strict=False)
+                _copy_matching(source, own)
             self.fc.weight.zero_()
             self.fc.weight[:, tap * width : (tap + 1) * width].copy_(torch.eye(width))
             self.hidden_norm.weight.copy_(source_layers[first].input_layernorm.weight)
             self.norm.weight.copy_(source_norm.weight)
             if self.mask_embedding is not None:
                 self.mask_embedding.copy_(target.get_input_embeddings().weight.float().mean(dim=0))
+
+
+def _copy_matching(source: nn.Module, own: nn.Module) -> None:
+    """Copy the tensors that both layers have; raise a `ValueError` for one that has another shape in each."""
+    weights, states = source.state_dict(), own.state_dict()
+    for name in weights.keys() & states.keys():
+        if weights[name].shape != states[name].shape:
+            raise ValueError(
+                f"`{name}` has shape {tuple(weights[name].shape)} in the target and {tuple(states[name].shape)} in the "
+                "drafter; to start from the target, keep the sizes that `DRelayConfig.for_target` derives."
+            )
+        states[name].copy_(weights[name])
 
 
 def _is_flash(implementation: str | None) -> bool:
