@@ -211,8 +211,8 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         what the target lacks keeps its random start.
 
         Raises:
-            ValueError: If the target has no such layers, their sizes are not those of the drafter, or `target_layer_ids`
-                lacks the needed tap.
+            ValueError: If the target has no such layers, their sizes are not those of the drafter, or
+                `target_layer_ids` lacks the needed tap.
         """
         body = target.get_decoder() if hasattr(target, "get_decoder") else target.model
         source_layers, source_norm = getattr(body, "layers", None), getattr(body, "norm", None)
@@ -245,8 +245,8 @@ def _copy_matching(source: nn.Module, own: nn.Module) -> None:
     for name in weights.keys() & states.keys():
         if weights[name].shape != states[name].shape:
             raise ValueError(
-                f"`{name}` has shape {tuple(weights[name].shape)} in the target and {tuple(states[name].shape)} in the "
-                "drafter; to start from the target, keep the sizes that `DRelayConfig.for_target` derives."
+                f"`{name}` has shape {tuple(weights[name].shape)} in the target and {tuple(states[name].shape)} in "
+                "the drafter; to start from the target, keep the sizes that `DRelayConfig.for_target` derives."
             )
         states[name].copy_(weights[name])
 
@@ -256,7 +256,7 @@ def _is_flash(implementation: str | None) -> bool:
 
 
 def _block_mask(num_rows, context_length, causal, window, device) -> torch.BoolTensor | None:
-    """Visible keys `(1, 1, S, T + S)` of a block right behind `context_length` context keys; `None` if all are."""
+    """Visible keys `(1, 1, S, T + S)` of a block behind `context_length` context keys; `None` if all are."""
     if not causal and (window is None or context_length + num_rows <= window):
         return None
     rows = torch.arange(num_rows, device=device)[:, None]
