@@ -1,0 +1,191 @@
+"""Replay along a response equals the real drafting that a call does, round by round."""
+
+import functools
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_drelay.evaluation.replay import replay, replay_response
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.modeling_drelay import DRelayModel
+from hf_drelay.training.data import ResponseExample
+from hf_drelay.training.objective import JointObjective, ObjectiveConfig
+
+
+V, PROMPT_LENGTH, NUM_NEW = 12, 5, 40
+FIELDS = ("num_committed", "num_drafted", "num_stages", "num_plain_rounds", "slot_classes")
+
+
+@functools.cache
+def make_target():
+    """A tiny target without an end token, until a test makes one of a token of its text."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        initializer_range=0.25,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
+def make_prompts() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    # Not token 0, which a call would take for padding.
+    return [torch.randint(1, V, (1, PROMPT_LENGTH), generator=generator) for _ in range(3)]
+
+
+@functools.cache
+def greedy_responses() -> tuple[torch.Tensor, ...]:
+    arguments = {"do_sample": False, "max_new_tokens": NUM_NEW}
+    return tuple(make_target().generate(prompt, **arguments)[0] for prompt in make_prompts())
+
+
+@functools.cache
+def make_drelay(layout) -> DRelayModel:
+    """
+    A drafter that has learned two of three responses, so that there are long and short acceptances, right and harmful
+    repairs.
+    """
+    target = make_target()
+    config = DRelayConfig.for_target(
+        target.config,
+        num_hidden_layers=1,
+        target_layer_ids=[0, 1],
+        layout=layout,
+        block_size=5,
+        pool_size=4,
+        selector_hidden_size=16,
+        selector_num_heads=2,
+        selector_num_layers=1,
+        pair_rank=4,
+        history_window=6,
+    )
+    torch.manual_seed(0)
+    drelay = DRelayModel(config)
+    drelay.drafter.initialize_from_target(target)
+    adapter = drelay.adapter(target)
+    ids = torch.stack(greedy_responses()[:2])
+    with torch.no_grad():
+        states = adapter.tapped(target(ids, output_hidden_states=True).hidden_states, config.target_layer_ids)
+    objective = JointObjective(drelay, adapter, ObjectiveConfig())
+    optimizer = torch.optim.Adam(drelay.parameters(), lr=3e-3)
+    lengths, anchors = torch.tensor([ids.shape[1]] * 2), torch.arange(PROMPT_LENGTH, ids.shape[1] - 1, 2).repeat(2, 1)
+    for _ in range(40):
+        optimizer.zero_grad()
+        objective(states, ids, lengths, anchors)[0].backward()
+        optimizer.step()
+    with torch.no_grad():
+        for name in ("rank_down.weight", "repaired_proj.weight"):
+            drelay.selector.get_parameter(name).normal_(std=0.3)
+    return drelay.eval()
+
+
+OPTIONS = {
+    "backbone": {"use_selector": False},
+    "selector": {},
+    "short": {"num_draft_tokens": 2},
+    "loop": {"loop_gate": float("-inf"), "max_stages": 3},
+    "gate": {"loop_gate": -2.0, "max_stages": 4},
+    "short_loop": {"loop_gate": float("-inf"), "max_stages": 3, "num_draft_tokens": 2},
+    "backbone_loop": {"use_selector": False, "loop_gate": -2.0, "max_stages": 3},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+every_layout = pytest.mark.parametrize("layout", ["shifted", "fill_in"])
+
+
+def real_and_replayed(view, prompt, max_new_tokens=NUM_NEW):
+    """Statistics of a real call and of a replay along what it wrote, and the ids it wrote."""
+    target = make_target()
+    output = target.generate(prompt, assistant_model=view, do_sample=False, max_new_tokens=max_new_tokens)[0]
+    real = view.statistics
+    limit = prompt.shape[1] + max_new_tokens
+    replayed = replay_response(view, target, output, prompt.shape[1], max_length=limit)
+    return real, replayed, output
+
+
+def assert_same(real, replayed):
+    assert {name: getattr(replayed, name) for name in FIELDS} == {name: getattr(real, name) for name in FIELDS}
+
+
+class TestEqualsRealDrafting:
+    @every_layout
+    @every_option
+    def test_rounds_are_the_same_when_the_length_ends_the_response(self, layout, options):
+        view = make_drelay(layout).with_options(**options)
+        for prompt in make_prompts():
+            real, replayed, output = real_and_replayed(view, prompt)
+            assert len(output) == PROMPT_LENGTH + NUM_NEW
+            assert_same(real, replayed)
+
+    @every_layout
+    @every_option
+    @pytest.mark.parametrize("place", [9, 14, 21])
+    def test_rounds_are_the_same_when_an_end_token_ends_the_response(self, layout, options, place, monkeypatch):
+        """Any token of the text may become the end token; drafts stop behind it, right or wrong."""
+        drelay = make_drelay(layout)
+        end = greedy_responses()[0][PROMPT_LENGTH + place].item()
+        monkeypatch.setattr(make_target().generation_config, "eos_token_id", end)
+        monkeypatch.setattr(drelay.config, "eos_token_id", end)
+        view = drelay.with_options(**options)
+        real, replayed, output = real_and_replayed(view, make_prompts()[0])
+        assert output[-1] == end and len(output) < PROMPT_LENGTH + NUM_NEW
+        assert_same(real, replayed)
+
+    @pytest.mark.parametrize("max_new_tokens", range(1, 7))
+    def test_rounds_are_the_same_when_there_is_hardly_room(self, max_new_tokens):
+        view = make_drelay("shifted").with_options(**OPTIONS["loop"])
+        real, replayed, _ = real_and_replayed(view, make_prompts()[0], max_new_tokens=max_new_tokens)
+        assert_same(real, replayed)
+
+    @every_layout
+    def test_comparison_sees_acceptance_rejection_and_repairs_of_both_kinds(self, layout):
+        """Rounds in which nothing is accepted would be the same whatever was drafted."""
+        view = make_drelay(layout).with_options(**OPTIONS["loop"])
+        committed, classes, stages = [], dict.fromkeys(("kept_right", "kept_wrong", "repaired_right", "both_wrong"), 0), []
+        for prompt in make_prompts():
+            real, _, _ = real_and_replayed(view, prompt)
+            committed += real.num_committed
+            stages += real.num_stages
+            for name in classes:
+                classes[name] += real.slot_classes[name]
+        assert min(committed) == 1 and max(committed) > view.config.num_drafts + 1, "no acceptance across two stages"
+        assert min(classes.values()) >= 3, classes
+        assert max(stages) == 3
+
+
+class TestArguments:
+    def test_known_states_give_the_same_as_computed_ones(self):
+        target, ids = make_target(), greedy_responses()[0]
+        view = make_drelay("shifted").with_options()
+        with torch.no_grad():
+            hidden = target(ids[None], output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[1], hidden[2]], dim=-1)[0]
+        expected = replay_response(view, target, ids, PROMPT_LENGTH)
+        assert_same(replay_response(view, target, ids, PROMPT_LENGTH, states=states), expected)
+
+    def test_statistics_become_those_of_the_view(self):
+        view = make_drelay("shifted").with_options()
+        statistics = replay_response(view, make_target(), greedy_responses()[0], PROMPT_LENGTH)
+        assert view.statistics is statistics
+
+    @pytest.mark.parametrize("num_response", [1, 2, 7, None])
+    def test_examples_are_merged_and_cut(self, num_response):
+        view = make_drelay("shifted").with_options()
+        examples = [ResponseExample(ids, PROMPT_LENGTH, "p", "greedy") for ids in greedy_responses()]
+        end = None if num_response is None else PROMPT_LENGTH + num_response
+        alone = [replay_response(view, make_target(), ids[:end], PROMPT_LENGTH) for ids in greedy_responses()]
+        total = replay(view, make_target(), examples, num_response)
+        assert total.num_committed == [n for statistics in alone for n in statistics.num_committed]
+        assert total.num_plain_rounds == sum(statistics.num_plain_rounds for statistics in alone)
+
+    def test_tokens_of_all_rounds_are_the_response_but_its_first(self):
+        """The prefill gives the first token; every other one is committed by a round."""
+        view = make_drelay("shifted").with_options()
+        statistics = replay_response(view, make_target(), greedy_responses()[0], PROMPT_LENGTH)
+        assert sum(statistics.num_committed) + statistics.num_plain_rounds == NUM_NEW - 1

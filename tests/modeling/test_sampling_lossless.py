@@ -1,0 +1,271 @@
+"""
+At temperature > 0 the text follows the target's own distribution exactly, however badly the drafter drafts.
+
+The target's logits are known. A text of any length is tested against the exact law of each of its tokens, given the
+tokens before it: summed over all places with the same previous token, the observed counts must fit the expected ones
+(chi-square). Seeds are fixed. Variants with a known bias must fail the same test.
+"""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from scipy import stats
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
+from hf_drelay.modeling.modeling_drelay import DRelayModel
+from hf_drelay.modeling.modeling_heads import Pool
+from hf_drelay.modeling.proposal import Proposal, StageDraw
+
+
+pytestmark = pytest.mark.statistical
+
+ALWAYS = float("-inf")
+SIZE = 6
+PROMPT = [1, 2]
+STOP = 1
+PLAUSIBLE = 1e-4  # smallest p-value of a right law, for any of the tests
+IMPOSSIBLE = 1e-9  # largest p-value of a wrong one
+
+
+@pytest.fixture(scope="module")
+def target(toolbox):
+    generator = torch.Generator().manual_seed(3)
+    return toolbox.table_target(1.2 * torch.randn(SIZE, SIZE, generator=generator))
+
+
+@pytest.fixture(scope="module")
+def drafter(toolbox, target):
+    """
+    A drafter that knows the target's logits after the likeliest tokens, but not well, and pools smaller than the
+    vocabulary. Its selector has random weights, so q depends on the drafted tokens in its own way.
+    """
+    fields = {"layout": "shifted", "block_size": 2, "pool_size": 4, "selector_hidden_size": 16, "max_stages": 2}
+    model = toolbox.drafter(target, num_hidden_layers=1, selector_scale=0.8, **fields)
+    noise = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(0))
+
+    def head_inputs(rows, anchor_ids, session):
+        inputs = DRelayModel.head_inputs(model, rows, anchor_ids, session)
+        logits, token = [], anchor_ids
+        for slot in range(inputs.hidden_states.shape[1]):
+            after = target(token[None]).logits[0]
+            logits.append(0.8 * after + 0.4 * noise[slot])
+            token = after.argmax(dim=-1)
+        inputs.pool = Pool.from_logits(torch.stack(logits, dim=1), model.config.pool_size)
+        return inputs
+
+    model.head_inputs = head_inputs
+    return model
+
+
+def draw(target, view, num_texts, max_new_tokens, **kwargs) -> list[list[int]]:
+    """Texts of `generate()` with their prompt; `top_k=0` because transformers filters by default."""
+    torch.manual_seed(0)
+    prompt = torch.tensor([PROMPT])
+    kwargs = {"top_k": 0, "attention_mask": torch.ones_like(prompt), "max_new_tokens": max_new_tokens} | kwargs
+    return [
+        target.generate(prompt, assistant_model=view, do_sample=True, **kwargs)[0].tolist() for _ in range(num_texts)
+    ]
+
+
+def law(target, prefix: list[int], processors) -> torch.Tensor:
+    """Exact distribution `(V,)` of the token after `prefix`."""
+    with torch.no_grad():
+        logits = target(torch.tensor([prefix[-1:]])).logits[:, -1]
+    return LogitsProcessorList(processors)(torch.tensor([prefix]), logits)[0].softmax(dim=-1)
+
+
+def fit(observed: dict, expected: dict) -> float:
+    """P-value of counts by row and token; tokens that are expected less than five times share a cell in their row."""
+    statistic, freedom = 0.0, 0
+    for row in expected:
+        counts, means = observed[row], expected[row]
+        assert not counts[means == 0].any(), "a token of probability zero was drawn"
+        rare = means < 5
+        cells = list(zip(counts[~rare].tolist(), means[~rare].tolist(), strict=True))
+        if means[rare].sum() >= 5:
+            cells.append((counts[rare].sum().item(), means[rare].sum().item()))
+        elif cells:
+            cells[-1] = (cells[-1][0] + counts[rare].sum().item(), cells[-1][1] + means[rare].sum().item())
+        if len(cells) > 1:
+            statistic += sum((count - mean) ** 2 / mean for count, mean in cells)
+            freedom += len(cells) - 1
+    assert freedom >= 8, "too few draws for a test"
+    return float(stats.chi2.sf(statistic, freedom))
+
+
+def p_value(target, texts, processors=()) -> float:
+    """Fit of all generated tokens with their exact laws, by previous token."""
+    observed, expected = (defaultdict(lambda: torch.zeros(SIZE, dtype=torch.double)) for _ in range(2))
+    known: dict = {}
+    depends_on_last_only = not any(type(p) in PENALTIES for p in processors)
+    for text in texts:
+        for end in range(len(PROMPT), len(text)):
+            prefix = text[:end]
+            key = prefix[-1] if depends_on_last_only else tuple(prefix)
+            if key not in known:
+                known[key] = law(target, prefix, processors)
+            observed[prefix[-1]][text[end]] += 1
+            expected[prefix[-1]] += known[key]
+    return fit(observed, expected)
+
+
+PENALTIES = (RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor)
+BIAS = {(0,): 1.0, (2, 3): -2.0, (4,): -0.5}
+
+# Arguments of generate() and the processors they stand for, in the host's order.
+SETTINGS = {
+    "temperature_1.0": ({}, []),
+    "temperature_0.7": ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
+    "top_k": ({"temperature": 1.3, "top_k": 3}, [TemperatureLogitsWarper(1.3), TopKLogitsWarper(3)]),
+    "top_p": ({"temperature": 0.7, "top_p": 0.8}, [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)]),
+    "min_p": ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
+    "repetition_penalty": (
+        {"repetition_penalty": 2.5, "temperature": 0.7},
+        [RepetitionPenaltyLogitsProcessor(2.5), TemperatureLogitsWarper(0.7)],
+    ),
+    "bias_and_suppression": (
+        {"sequence_bias": BIAS, "suppress_tokens": [5], "top_k": 4},
+        [SequenceBiasLogitsProcessor(BIAS), SuppressTokensLogitsProcessor([5]), TopKLogitsWarper(4)],
+    ),
+    "no_repeat_ngram": ({"no_repeat_ngram_size": 2}, [NoRepeatNGramLogitsProcessor(2)]),
+}
+
+# Setting, proposal, gate: each setting with "sample", the ones of the host's main features with both and both gates.
+CASES = [
+    ("temperature_1.0", "sample", None),
+    ("temperature_1.0", "greedy", ALWAYS),
+    ("temperature_0.7", "sample", ALWAYS),
+    ("temperature_0.7", "greedy", None),
+    ("top_k", "sample", None),
+    ("top_k", "greedy", ALWAYS),
+    ("top_p", "sample", ALWAYS),
+    ("top_p", "greedy", None),
+    ("min_p", "sample", None),
+    ("repetition_penalty", "sample", ALWAYS),
+    ("repetition_penalty", "greedy", None),
+    ("bias_and_suppression", "sample", None),
+    ("no_repeat_ngram", "sample", ALWAYS),
+]
+
+
+@pytest.mark.parametrize(
+    ("setting", "proposal", "gate"), CASES, ids=[f"{s}-{p}-{'always' if g else 'one_stage'}" for s, p, g in CASES]
+)
+def test_text_follows_the_targets_law(target, drafter, record, setting, proposal, gate):
+    kwargs, processors = SETTINGS[setting]
+    view = drafter.with_options(loop_gate=gate, proposal=proposal)
+    # A penalty on what was said says the same of every token after a while: many short texts instead of a long one.
+    is_short = any(type(p) in PENALTIES for p in processors)
+    texts = draw(target, view, *((70, 12) if is_short else (1, 900)), **kwargs)
+    assert p_value(target, texts, processors) > PLAUSIBLE
+    assert record.count(lambda r: r.num_accepted > 0) >= 20
+    assert record.num_accepted_repairs >= 10
+    assert record.count(lambda r: r.num_accepted < len(r.draft_ids)) >= 20
+    assert record.count(lambda r: r.crosses_stages) >= (5 if gate else 0)
+    assert record.count(lambda r: r.is_rejected_late) >= (5 if gate else 0)
+
+
+class EndsWith(StoppingCriteria):
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.tensor([input_ids[0, -1].item() == self.token])
+
+
+@pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "always"])
+@pytest.mark.parametrize("kind", ["stop_string", "criterion", "end_token"])
+def test_text_follows_the_targets_law_when_generation_may_stop_inside_a_block(
+    toolbox, target, drafter, record, kind, gate
+):
+    tokenizer = toolbox.tokenizer(48)
+    kwargs = {
+        "stop_string": {"stop_strings": [tokenizer.decode([STOP])], "tokenizer": tokenizer},
+        "criterion": {"stopping_criteria": [EndsWith(STOP)]},
+        "end_token": {"eos_token_id": STOP},
+    }[kind]
+    texts = draw(target, drafter.with_options(loop_gate=gate, proposal="sample"), 90, 30, **kwargs)
+    assert p_value(target, texts) > PLAUSIBLE
+    stops = [text.index(STOP, len(PROMPT)) if STOP in text[len(PROMPT) :] else None for text in texts]
+    assert all(end is None or end == len(text) - 1 for end, text in zip(stops, texts, strict=True))
+    assert sum(end is not None for end in stops) >= 50
+    assert record.count(lambda r: r.num_accepted > 0) >= 20
+
+
+@pytest.mark.parametrize(("proposal", "gate"), [("sample", ALWAYS), ("greedy", None)], ids=["sample", "greedy"])
+def test_first_three_tokens_follow_their_joint_law(target, drafter, proposal, gate):
+    # By enumeration, so that dependence between the tokens of a round would show as well.
+    _, processors = SETTINGS["repetition_penalty"]
+    view = drafter.with_options(loop_gate=gate, proposal=proposal)
+    texts = draw(target, view, 350, 4, repetition_penalty=2.5, temperature=0.7)
+    expected, observed = {}, {}
+    for first in range(SIZE):  # the prefill's token
+        expected[first] = torch.zeros(SIZE, SIZE, dtype=torch.double)
+        observed[first] = torch.zeros(SIZE, SIZE, dtype=torch.double)
+        share = law(target, [*PROMPT], processors)[first].double() * len(texts)
+        for second in range(SIZE):
+            given = law(target, [*PROMPT, first], processors)[second].double()
+            expected[first][second] = share * given * law(target, [*PROMPT, first, second], processors).double()
+    for text in texts:
+        first, second, third = text[2:5]
+        observed[first][second, third] += 1
+    cells = {"all": torch.cat([t.flatten() for t in expected.values()])}
+    assert fit({"all": torch.cat([t.flatten() for t in observed.values()])}, cells) > PLAUSIBLE
+
+
+def test_sampled_texts_differ_when_the_seed_differs(target, drafter):
+    texts = draw(target, drafter.with_options(proposal="sample"), 2, 40)
+    assert texts[0] != texts[1]
+
+
+class TestBiasedVariantsFail:
+    """The test has the power to see what it is for."""
+
+    def p_value(self, target, drafter, gate=None, num_tokens=900):
+        return p_value(target, draw(target, drafter.with_options(loop_gate=gate, proposal="sample"), 1, num_tokens))
+
+    def test_q_of_another_temperature(self, target, drafter, monkeypatch):
+        right = DRelayCandidateGenerator._vocabulary_logits
+        monkeypatch.setattr(DRelayCandidateGenerator, "_vocabulary_logits", lambda self: 0.3 * right(self))
+        assert self.p_value(target, drafter) < IMPOSSIBLE
+
+    def test_q_of_the_slot_without_the_tokens_before_it(self, target, drafter, monkeypatch):
+        monkeypatch.setattr(StageDraw, "proposal_logits", lambda self, n: self.pool.log_probs[:, :n])
+        assert self.p_value(target, drafter) < IMPOSSIBLE
+
+    def test_drafted_tokens_are_dropped_for_their_own_low_probability(self, target, drafter, monkeypatch):
+        right = DRelayCandidateGenerator._draft_stage
+
+        def draft_stage(self, input_ids, room):
+            block, is_final = right(self, input_ids, room)
+            own = block.pool_logits.softmax(dim=-1).gather(2, block.choices[..., None])[0, :, 0]
+            unlikely = (own < 0.5).nonzero().flatten().tolist()
+            return block.first(unlikely[0]) if unlikely else block, is_final
+
+        monkeypatch.setattr(DRelayCandidateGenerator, "_draft_stage", draft_stage)
+        assert self.p_value(target, drafter) < IMPOSSIBLE
+
+    def test_sampled_drafts_are_cut_before_a_token_that_stops(self, target, drafter, monkeypatch):
+        right = DRelayCandidateGenerator.__init__
+
+        def init(self, *args, **kwargs):
+            right(self, *args, **kwargs)
+            self.proposal = Proposal(kwargs["logits_processor"], SIZE, is_sampled=True)
+
+        monkeypatch.setattr(DRelayCandidateGenerator, "__init__", init)
+        view = drafter.with_options(proposal="sample")
+        texts = draw(target, view, 120, 30, stopping_criteria=[EndsWith(STOP)])
+        assert p_value(target, texts) < IMPOSSIBLE

@@ -1,0 +1,348 @@
+"""Short runs of the trainer on a tiny target, and the store of the target's hidden states."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_drelay.evaluation.replay import replay
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.modeling_drelay import DRelayModel
+from hf_drelay.training.config import DRelayTrainingConfig
+from hf_drelay.training.data import ResponseExample
+from hf_drelay.training.features import FeatureStore
+from hf_drelay.training.trainer import DRelayTrainer, ResponseDataset, collate
+
+
+V, H = 32, 16
+
+
+@pytest.fixture(scope="module")
+def target():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        initializer_range=0.3,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_drelay(target, **fields) -> DRelayModel:
+    sizes = {
+        "num_hidden_layers": 1,
+        "target_layer_ids": [0, 1],
+        "block_size": 3,
+        "layout": "shifted",
+        "pool_size": 4,
+        "selector_hidden_size": 8,
+        "selector_num_heads": 2,
+        "selector_num_layers": 1,
+        "pair_rank": 2,
+        "history_window": 4,
+    }
+    torch.manual_seed(0)
+    return DRelayModel(DRelayConfig.for_target(target.config, **sizes | fields))
+
+
+def make_examples(num_examples=6, mode="greedy") -> list[ResponseExample]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [10 + 2 * (i % 4) for i in range(num_examples)]
+    ids = [torch.randint(V, (length,), generator=generator) for length in lengths]
+    return [ResponseExample(row, 3, f"prompt {i}", mode) for i, row in enumerate(ids)]
+
+
+def make_trainer(target, folder, drelay=None, examples=None, held_out=None, **options) -> DRelayTrainer:
+    arguments = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "num_anchors": 3,
+        "num_selector_anchors": 2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    config = DRelayTrainingConfig(output_dir=str(folder), **arguments | options)
+    examples = make_examples() if examples is None else examples
+    held_out = make_examples(2) if held_out is None else held_out
+    return DRelayTrainer(drelay or make_drelay(target), target, config, examples, held_out)
+
+
+def changed_parameters(trainer) -> set[str]:
+    """Names of the parameters that a run changes."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    return {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+
+
+class TestRun:
+    def test_backbone_and_selector_change_in_a_joint_run(self, target, tmp_path):
+        """All but the projection of repaired tokens, which only a second stage uses."""
+        trainer = make_trainer(target, tmp_path)
+        missing = set(dict(trainer.model.named_parameters())) - changed_parameters(trainer)
+        assert missing == {"selector.repaired_proj.weight"}
+
+    def test_backbone_alone_changes_without_training_of_the_selector(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, train_selector=False)
+        changed = changed_parameters(trainer)
+        assert changed == {name for name, _ in trainer.model.named_parameters() if name.startswith("drafter.")}
+
+    def test_selector_alone_changes_with_a_frozen_backbone(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, freeze_backbone=True)
+        changed = changed_parameters(trainer)
+        assert "selector.pair_path.successor_table" in changed
+        assert not [name for name in changed if name.startswith("drafter.")]
+
+    def test_target_stays_as_it_was(self, target, tmp_path):
+        before = copy.deepcopy(target.state_dict())
+        make_trainer(target, tmp_path).train()
+        torch.testing.assert_close(target.state_dict(), before, rtol=0, atol=0)
+        assert not any(p.grad is not None for p in target.parameters())
+
+    def test_saved_model_holds_nothing_of_the_target(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, max_steps=1)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "saved"))
+        loaded = DRelayModel.from_pretrained(tmp_path / "saved")
+        torch.testing.assert_close(loaded.state_dict(), trainer.model.state_dict())
+
+    def test_loss_falls_on_the_examples_it_is_trained_on(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, examples=make_examples(2), max_steps=30, logging_steps=10)
+        trainer.train()
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        assert losses[-1] < losses[0] - 0.1
+
+    def test_two_runs_with_one_seed_are_the_same(self, target, tmp_path):
+        states = []
+        for _ in range(2):
+            trainer = make_trainer(target, tmp_path)
+            trainer.train()
+            states.append(trainer.model.state_dict())
+        torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+class TestLog:
+    def test_terms_are_logged_with_the_loss(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        assert len(logs) == 3
+        for log in logs:
+            assert {"base", "support", "repair", "coverage", "slot1_accuracy", "expected_accepted"} <= set(log)
+            assert log["loss"] == pytest.approx(log["base"] + 0.1 * log["support"] + log["repair"], rel=1e-3)
+
+    def test_terms_are_means_since_the_last_log(self, target, tmp_path):
+        runs = []
+        for steps in (1, 2):
+            trainer = make_trainer(target, tmp_path, max_steps=2, logging_steps=steps)
+            trainer.train()
+            runs.append([log["base"] for log in trainer.state.log_history if "base" in log])
+        single, merged = runs
+        assert merged == [pytest.approx(sum(single) / 2)]
+
+    def test_terms_of_the_selector_are_absent_when_it_is_not_trained(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, train_selector=False, max_steps=1)
+        trainer.train()
+        assert not [log for log in trainer.state.log_history if "repair" in log]
+
+
+class TestSchedule:
+    @staticmethod
+    def _shares(trainer) -> list[float]:
+        """Share of the contribution weight at each step."""
+        shares, objective = [], trainer.objective
+
+        def spy(*args, **kwargs):
+            shares.append(objective.config.contribution)
+            return objective(*args, **kwargs)
+
+        trainer.objective = spy
+        spy.config = objective.config
+        trainer.train()
+        return shares
+
+    @pytest.mark.parametrize(
+        ("start", "expected"), [(1.0, [0, 0, 0, 0]), (0.0, [0, 0.25, 0.5, 0.75]), (0.5, [0, 0, 0, 0.5])]
+    )
+    def test_contribution_weight_sets_in_after_its_start(self, target, tmp_path, start, expected):
+        trainer = make_trainer(target, tmp_path, max_steps=4, contribution_start=start)
+        assert self._shares(trainer) == pytest.approx(expected)
+
+
+class TestAnchors:
+    @staticmethod
+    def _anchors(trainer, monkeypatch) -> list[tuple]:
+        """Epoch, keys and anchors of every step."""
+        seen = []
+        objective, get = trainer.objective, trainer.features.get
+
+        def spy(states, input_ids, lengths, anchors, **kwargs):
+            seen[-1] += (anchors.tolist(),)
+            return objective(states, input_ids, lengths, anchors, **kwargs)
+
+        def spy_keys(keys, *args):
+            seen.append((int(trainer.state.epoch or 0), tuple(keys)))
+            return get(keys, *args)
+
+        spy.config = objective.config
+        trainer.objective = spy
+        monkeypatch.setattr(trainer.features, "get", spy_keys)
+        trainer.train()
+        return seen
+
+    def test_anchors_are_drawn_anew_in_every_epoch(self, target, tmp_path, monkeypatch):
+        options = {"examples": make_examples(2), "per_device_train_batch_size": 2, "num_anchors": 2, "max_steps": 4}
+        drawn = {}
+        for epoch, keys, anchors in self._anchors(make_trainer(target, tmp_path, **options), monkeypatch):
+            drawn.update({(epoch, key): tuple(row) for key, row in zip(keys, anchors, strict=True)})
+        assert len(drawn) == 8
+        assert len({row for (_, key), row in drawn.items() if key == 0}) > 1
+
+    def test_anchors_depend_on_seed_epoch_and_example_alone(self, target, tmp_path, monkeypatch):
+        """A resumed run, or one with another batch size, must train on the same blocks."""
+        drawn = []
+        for size in (1, 2):
+            options = {"examples": make_examples(4), "per_device_train_batch_size": size, "max_steps": 4 // size}
+            run = self._anchors(make_trainer(target, tmp_path, **options), monkeypatch)
+            drawn.append({key: row for _, keys, anchors in run for key, row in zip(keys, anchors, strict=True)})
+        assert drawn[0] == drawn[1] and len(drawn[0]) == 4
+
+
+class TestEvaluate:
+    def test_acceptance_lengths_are_those_of_replay(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path)
+        metrics = trainer.evaluate()
+        for name, use_selector in (("eval_acceptance_length", True), ("eval_acceptance_length_backbone", False)):
+            view = trainer.model.with_options(use_selector=use_selector)
+            assert metrics[name] == replay(view, target, trainer.held_out).acceptance_length
+
+    def test_backbone_alone_is_measured_when_the_selector_is_not_trained(self, target, tmp_path):
+        metrics = make_trainer(target, tmp_path, train_selector=False).evaluate()
+        assert set(metrics) == {"eval_acceptance_length_backbone"}
+
+    def test_only_greedy_responses_are_replayed_and_only_so_many(self, target, tmp_path):
+        held_out = make_examples(2, mode="sample") + make_examples(5)
+        trainer = make_trainer(target, tmp_path, held_out=held_out, num_replayed=3)
+        assert [example.mode for example in trainer.held_out] == ["greedy"] * 3
+
+    def test_metrics_appear_in_the_log_of_a_run(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, eval_strategy="steps", eval_steps=2, max_steps=4)
+        trainer.train()
+        assert [log["step"] for log in trainer.state.log_history if "eval_acceptance_length" in log] == [2, 4]
+
+    def test_training_goes_on_after_an_evaluation(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, eval_strategy="steps", eval_steps=1, max_steps=2)
+        assert "drafter.fc.weight" in changed_parameters(trainer)
+
+
+class TestConfig:
+    def test_nothing_to_train_raises(self, tmp_path):
+        with pytest.raises(ValueError, match="`freeze_backbone=True` with `train_selector=False` leaves nothing"):
+            DRelayTrainingConfig(output_dir=str(tmp_path), freeze_backbone=True, train_selector=False)
+
+    @pytest.mark.parametrize("name", ["num_anchors", "num_selector_anchors"])
+    def test_number_of_anchors_below_one_raises(self, tmp_path, name):
+        with pytest.raises(ValueError, match=f"`{name}` 0.* must be at least 1"):
+            DRelayTrainingConfig(output_dir=str(tmp_path), **{name: 0})
+
+    def test_drafter_of_another_target_raises(self, target, tmp_path):
+        other = make_drelay(target, vocab_size=V + 1)
+        with pytest.raises(ValueError, match="`vocab_size` 33, but the target LlamaForCausalLM has 32"):
+            make_trainer(target, tmp_path, drelay=other)
+
+
+class TestDataset:
+    def test_examples_without_two_response_tokens_are_left_out(self):
+        """An anchor needs a token behind it."""
+        examples = [ResponseExample(torch.arange(n), 3, "p", "greedy") for n in (4, 5, 9)]
+        assert [len(row["input_ids"]) for row in ResponseDataset(examples, max_length=9)] == [5, 9]
+
+    def test_examples_are_cut_to_the_longest_length(self):
+        examples = [ResponseExample(torch.arange(9), prompt, "p", "greedy") for prompt in (3, 4, 6)]
+        dataset = ResponseDataset(examples, max_length=6)
+        assert [row["prompt_length"] for row in dataset] == [3, 4]
+        assert all(row["input_ids"].tolist() == list(range(6)) for row in dataset)
+
+    def test_batch_is_padded_on_the_right(self):
+        rows = [{"key": 4, "input_ids": torch.tensor([5, 6]), "prompt_length": 1}]
+        rows += [{"key": 7, "input_ids": torch.tensor([7, 8, 9]), "prompt_length": 2}]
+        batch = collate(rows)
+        assert batch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9]]
+        assert (batch["lengths"].tolist(), batch["prompt_lengths"].tolist()) == ([2, 3], [1, 2])
+        assert batch["keys"].tolist() == [4, 7]
+
+
+class TestFeatureStore:
+    IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 0, 0]])
+
+    @staticmethod
+    def _store(target, max_bytes):
+        """A store, and the list of batch sizes of the target's forwards."""
+        store, calls = FeatureStore(make_drelay(target).adapter(target), [0, 1], max_bytes), []
+        target.model.register_forward_pre_hook(
+            lambda module, args, kwargs: calls.append(len(kwargs["input_ids"])), with_kwargs=True
+        )
+        return store, calls
+
+    @pytest.fixture(autouse=True)
+    def _remove_hooks(self, target):
+        yield
+        target.model._forward_pre_hooks.clear()
+        target.model._forward_pre_hooks_with_kwargs.clear()
+
+    @pytest.mark.parametrize("max_bytes", [0, 1 << 20], ids=["no_memory", "memory"])
+    def test_states_are_those_of_each_sequence_alone(self, target, max_bytes):
+        store, _ = self._store(target, max_bytes)
+        for _ in range(2):  # computed, and kept or computed again
+            states = store.get([0, 1], self.IDS, [5, 3])
+            for row, length in ((0, 5), (1, 3)):
+                with torch.no_grad():
+                    hidden = target(self.IDS[row : row + 1, :length], output_hidden_states=True).hidden_states
+                expected = torch.cat([hidden[1], hidden[2]], dim=-1)[0]
+                torch.testing.assert_close(states[row, :length], expected, rtol=1e-4, atol=1e-5)
+            assert not states[1, 3:].any()
+
+    def test_target_is_asked_once_when_the_states_fit(self, target):
+        store, calls = self._store(target, 1 << 20)
+        first = store.get([0, 1], self.IDS, [5, 3])
+        assert torch.equal(store.get([0, 1], self.IDS, [5, 3]), first)
+        assert calls == [2]
+
+    def test_kept_states_serve_other_batches(self, target):
+        store, calls = self._store(target, 1 << 20)
+        first = store.get([0, 1], self.IDS, [5, 3])
+        alone = store.get([1], self.IDS[1:, :3], [3])
+        assert torch.equal(alone, first[1:, :3]) and calls == [2]
+
+    def test_target_is_asked_again_without_memory(self, target):
+        store, calls = self._store(target, 0)
+        store.get([0, 1], self.IDS, [5, 3])
+        store.get([0, 1], self.IDS, [5, 3])
+        assert calls == [2, 2]
+
+    def test_states_that_do_not_fit_are_not_kept(self, target):
+        size = 3 * 2 * H * 4  # of the shorter sequence in bytes
+        store, calls = self._store(target, size)
+        store.get([0, 1], self.IDS, [5, 3])
+        assert store.free_bytes == 0
+        store.get([1], self.IDS[1:, :3], [3])
+        store.get([0], self.IDS[:1], [5])
+        assert calls == [2, 1]
+
+    def test_memory_is_not_charged_twice(self, target):
+        store, _ = self._store(target, 1 << 20)
+        store.get([1], self.IDS[1:, :3], [3])
+        left = store.free_bytes
+        store.get([0, 1], self.IDS, [5, 3])  # the second is known, the first is not, both are computed
+        assert left - store.free_bytes == 5 * 2 * H * 4
+
+    def test_states_carry_no_gradient(self, target):
+        store, _ = self._store(target, 0)
+        assert not store.get([0, 1], self.IDS, [5, 3]).requires_grad
