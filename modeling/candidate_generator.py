@@ -5,6 +5,7 @@ Lossless by construction: the verifier decides every token, this file only propo
 """
 
 import torch
+import torch.nn.functional as F
 from transformers.generation import stopping_criteria as host_criteria
 from transformers.utils import logging
 
@@ -12,7 +13,7 @@ from .compat import hidden_states_request
 from .draft_session import DraftSession
 from .draft_statistics import DraftStatistics, PhaseClock
 from .modeling_base import DraftBlock
-from .proposal import Proposal
+from .proposal import Proposal, is_stateless
 from .target_adapter import TargetAdapter
 
 
@@ -39,11 +40,11 @@ class DRelayCandidateGenerator:
         self.adapter = adapter
         self.options = options
         criteria = list(stopping_criteria or [])
-        limits = [c.max_length for c in criteria if isinstance(c, host_criteria.MaxLengthCriteria)]
+        limits = [c.max_length for c in criteria if type(c) is host_criteria.MaxLengthCriteria]
         self.max_length = min([generation_config.max_length, *limits])
         self.eos_ids = _eos_ids(getattr(generation_config, "_eos_token_tensor", None))
         self.content_criteria = [c for c in criteria if _reads_content(c, self.eos_ids)]
-        self.can_draft = self._check_criteria(generation_config)
+        self.can_draft = self._check_criteria(generation_config) and self._check_processors(logits_processor)
         self.clock = PhaseClock(enabled=options.profile)
         self.statistics = DraftStatistics(phase_ms=self.clock.phase_ms)
         self.session = DraftSession(model.drafter, adapter, self.clock)
@@ -54,8 +55,8 @@ class DRelayCandidateGenerator:
         every_state = bool(generation_config.output_hidden_states)
         forward = adapter.target.get_decoder().forward
         taps = model.config.target_layer_ids
-        request = True if every_state else hidden_states_request(taps, forward)
-        self.model_kwargs_overrides = {"output_hidden_states": request}
+        self._request = {"output_hidden_states": True if every_state else hidden_states_request(taps, forward)}
+        self.model_kwargs_overrides = self._request  # the host reads this anew in every round
         self._is_prompt_fed = False
         self._blocks: list[DraftBlock] = []
 
@@ -69,11 +70,14 @@ class DRelayCandidateGenerator:
             `(candidate_ids (1, T + K), candidate_logits (1, K, V) or None)`: the prompt unchanged on the first
             iteration, because the target's prefill must come first; logits only for a sampled draft.
         """
+        model_kwargs = model_kwargs or {}
         if is_first_iteration:
+            self._keep_mask(input_ids, model_kwargs, 0)
             return input_ids, None
-        self.clock.lap("verify")
-        self._feed(model_outputs, model_kwargs or {}, int(n_last_matches) + 1)
+        self.clock.lap("verify" if self._is_prompt_fed else "prefill")
+        self._feed(model_outputs, model_kwargs, int(n_last_matches) + 1)
         blocks = self.draft_round(input_ids)
+        self._keep_mask(input_ids, model_kwargs, sum(block.num_tokens for block in blocks))
         if not blocks:
             return input_ids, None
         draft_ids = torch.cat([block.draft_ids for block in blocks], dim=1).to(input_ids.device)
@@ -99,6 +103,16 @@ class DRelayCandidateGenerator:
             chosen_ids=committed_ids,
             num_stages=len(self._blocks),
         )
+
+    def _keep_mask(self, input_ids, model_kwargs, num_drafts: int) -> None:
+        """
+        Hand the host the mask it needs. With `inputs_embeds` the ids are shorter than the mask, which the host would
+        cut to their length.
+        """
+        mask = model_kwargs.get("attention_mask")
+        self.model_kwargs_overrides = dict(self._request)
+        if mask is not None and mask.dim() == 2 and mask.shape[1] != input_ids.shape[1]:
+            self.model_kwargs_overrides["attention_mask"] = F.pad(mask, (0, num_drafts), value=1)
 
     def _feed(self, model_outputs, model_kwargs, num_verified: int) -> None:
         """Give the session the target's states of the positions that were verified since the last call."""
@@ -131,7 +145,7 @@ class DRelayCandidateGenerator:
             room -= block.num_tokens
             if is_final or room <= 0 or not self._loops(block, len(blocks)):
                 break
-            self.model.continue_after(block, self.session)
+            self.model.continue_after(block, self.session, self.options.use_selector)
             input_ids = torch.cat([input_ids, block.draft_ids.to(input_ids.device)], dim=1)
         self.session.end_round()
         self._blocks = blocks
@@ -140,12 +154,11 @@ class DRelayCandidateGenerator:
     def _draft_stage(self, input_ids, room: int) -> tuple[DraftBlock, bool]:
         """A stage cut to what may be drafted, and whether nothing may follow it."""
         num_slots = min(room, self.model.config.num_drafts, self.options.num_draft_tokens or room)
-        self.session.num_slots = num_slots  # scoring slots that cannot be verified would be wasted
+        self.session.num_slots = num_slots
         self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
         self.proposal.input_ids = input_ids
         block = self.model.draft(self.session.anchor_ids, self.session, self.proposal, self.options.use_selector)
         is_short = block.num_tokens < num_slots  # a slot had nothing left to draw
-        block = block.first(num_slots)
         ids = block.draft_ids[0].tolist()
         # Drafting on after an end token is useless; the token itself stays, so nothing is dropped for its value.
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
@@ -157,7 +170,8 @@ class DRelayCandidateGenerator:
     def _cut_before_stop(self, block: DraftBlock, input_ids) -> tuple[DraftBlock, bool]:
         """
         Cut strictly before the token that completes a stopping criterion, so that it arrives as the target's own bonus
-        token, where the host's loop tests it. Only deterministic drafts come here with criteria.
+        token, where the host's loop tests it. Only deterministic drafts come here with criteria, which must be
+        functions of the ids: they are asked about unverified ones.
         """
         for criterion in self.content_criteria:
             for n in range(1, block.num_tokens + 1):
@@ -180,11 +194,25 @@ class DRelayCandidateGenerator:
         full = logits.new_full((*ids.shape[:2], self.proposal.vocab_size), float("-inf"))
         return full.scatter_(2, ids, logits)
 
+    def _check_processors(self, logits_processor) -> bool:
+        """
+        Whether drafts leave the processors of the call alone. The host calls them on rejected positions too, with
+        prefixes that go backwards, which breaks a processor with a state; without drafts it calls them as plain
+        decoding does.
+        """
+        stateful = [p for p in logits_processor or [] if not is_stateless(p)]
+        if stateful:
+            logger.warning_once(
+                f"hf_drelay: the logits processor {type(stateful[0]).__name__} may keep a state from call to call; "
+                "decoding without drafts. If it is a function of its arguments, give it `is_stateless = True`."
+            )
+        return not stateful
+
     def _check_criteria(self, generation_config) -> bool:
         """Whether drafts can be cut right: criteria that may read the scores cannot be asked about a draft."""
-        known = host_criteria.StopStringCriteria
+        known = (host_criteria.StopStringCriteria, host_criteria.EosTokenCriteria)
         collects = generation_config.return_dict_in_generate and generation_config.output_scores
-        if collects and any(not isinstance(c, known) for c in self.content_criteria):
+        if collects and any(type(c) not in known for c in self.content_criteria):
             logger.warning_once(
                 "hf_drelay: a custom stopping criterion together with `output_scores=True` may read the scores, which "
                 "a draft does not have; decoding without drafts."
@@ -198,7 +226,10 @@ def _eos_ids(tensor: torch.LongTensor | None) -> set[int]:
 
 
 def _reads_content(criterion, eos_ids: set[int]) -> bool:
-    """Whether a token inside a draft may complete the criterion; the host's loop tests it behind the block only."""
-    if isinstance(criterion, host_criteria.EosTokenCriteria):  # the end tokens of the call cut drafts anyway
+    """
+    Whether a token inside a draft may complete the criterion; the host's loop tests it behind the block only. Exact
+    types, because a subclass may test anything.
+    """
+    if type(criterion) is host_criteria.EosTokenCriteria:  # the end tokens of the call cut drafts anyway
         return not _eos_ids(criterion.eos_token_id) <= eos_ids
-    return not isinstance(criterion, (host_criteria.MaxLengthCriteria, host_criteria.MaxTimeCriteria))
+    return type(criterion) not in (host_criteria.MaxLengthCriteria, host_criteria.MaxTimeCriteria)

@@ -2,12 +2,15 @@
 
 import inspect
 
+import torch
 import transformers
+from transformers import StoppingCriteriaList
 
 
 _VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 _STATIC_CACHE_SINCE = (5, 24)
 _TUPLE_INDICES_SINCE = (5, 23)
+_CRITERIA_AFTER_VERIFICATION_SINCE = (5, 18)
 
 
 def supports_static_cache() -> bool:
@@ -35,6 +38,29 @@ def _captures_outputs(forward) -> bool:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+class _BehindPrompt(StoppingCriteriaList):
+    """Criteria that a prompt alone never meets."""
+
+    prompt_length = 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] <= self.prompt_length:
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return super().__call__(input_ids, scores, **kwargs)
+
+
+def criteria_for_host(criteria: StoppingCriteriaList, prompt_length: int) -> StoppingCriteriaList:
+    """
+    Criteria to hand to the host's loop. Before 5.18 it asked them about the candidates before verification, and a
+    prompt that already met one (a prompt that ends with an end token, say) then yielded no token at all.
+    """
+    if _VERSION >= _CRITERIA_AFTER_VERIFICATION_SINCE or criteria is None:
+        return criteria
+    behind_prompt = _BehindPrompt(criteria)
+    behind_prompt.prompt_length = prompt_length
+    return behind_prompt
 
 
 def cache_argument(model_kwargs: dict):

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 LAYOUTS = ("fill_in", "shifted")
 PROPOSALS = ("sample", "greedy")
 
-# Keys that transformers itself hands to a configuration; every other unknown key is a mistake of the caller.
+# Keys that transformers itself puts into a configuration; every other unknown key is a mistake of the caller.
 _HOST_KEYS = {
     "attn_implementation",
     "auto_map",
@@ -23,11 +23,13 @@ _HOST_KEYS = {
     "name_or_path",
     "num_labels",
     "output_attentions",
+    "quantization_config",
     "rope_scaling",
     "rope_theta",
     "tie_word_embeddings",
     "torch_dtype",
     "transformers_version",
+    "use_cache",
 }
 
 _PRESETS: dict[str, dict[str, Any]] = {
@@ -125,8 +127,8 @@ class DRelayConfig(PreTrainedConfig):
         history_window (`int`): Verified positions that the history read sees.
         pair_rank (`int`): Rank of the token-pair path; 0 turns it off.
         use_repaired_feature (`bool`): Add a projection of the selected token to the provisional features of DLoop.
-        provisional_norm (`str`): `"final"`: a DLoop stage feeds the drafter's final-norm rows on as they are;
-            `"hidden"`: through the norm of the context features.
+        provisional_norm (`str`): `"hidden"`: a DLoop stage feeds the drafter's final-norm rows on through the norm of
+            the context features; `"final"`: as they are.
         proposal (`str`): Default proposal at temperature > 0, `"sample"` or `"greedy"`.
         num_draft_tokens (`int`, *optional*): Default cap of the tokens drafted in one stage.
         loop_gate (`float`, *optional*): Default DLoop threshold on the log-confidence of a stage; `None` is off.
@@ -189,7 +191,7 @@ class DRelayConfig(PreTrainedConfig):
     history_window: int = 32
     pair_rank: int = 128
     use_repaired_feature: bool = True
-    provisional_norm: str = "final"
+    provisional_norm: str = "hidden"
 
     # How it drafts unless a call says otherwise.
     proposal: str = "sample"
@@ -260,13 +262,13 @@ class DRelayConfig(PreTrainedConfig):
             "vocab_size": text.vocab_size,
             "hidden_size": text.hidden_size,
             "num_target_layers": text.num_hidden_layers,
-            "intermediate_size": text.intermediate_size,
+            "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
             "num_attention_heads": num_heads,
             "num_key_value_heads": getattr(text, "num_key_value_heads", None) or num_heads,
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // num_heads,
             "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
             "attention_bias": bool(getattr(text, "attention_bias", False)),
-            "max_position_embeddings": text.max_position_embeddings,
+            "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 2048,
             "rope_parameters": _drafter_rope(text),
             # Layers copied from a target without these norms must not get them.
             "use_qk_norm": text.model_type not in ("llama", "mistral", "qwen2"),
@@ -353,16 +355,23 @@ def check_draft_options(proposal: str, num_draft_tokens: int | None, loop_gate: 
     """Raise a `ValueError` that names the first drafting option with an impossible value."""
     if proposal not in PROPOSALS:
         raise ValueError(f"`proposal` is {proposal!r}; expected one of {PROPOSALS}.")
-    if num_draft_tokens is not None and (isinstance(num_draft_tokens, bool) or num_draft_tokens < 1):
-        raise ValueError(f"`num_draft_tokens` is {num_draft_tokens}; use at least 1, or None for the whole block.")
+    if num_draft_tokens is not None and not _is_count(num_draft_tokens):
+        raise ValueError(
+            f"`num_draft_tokens` is {num_draft_tokens!r}; use a whole number of at least 1, or None for the whole "
+            "block."
+        )
     if loop_gate is not None:
         if isinstance(loop_gate, (bool, str)) or math.isnan(loop_gate) or loop_gate > 0:
             raise ValueError(
                 f"`loop_gate` is {loop_gate!r}; it is compared with a log-probability, so pass a number of at most 0 "
                 "(such as -0.5; -inf always loops), or None to draft one stage."
             )
-    if isinstance(max_stages, bool) or not isinstance(max_stages, int) or max_stages < 1:
+    if not _is_count(max_stages):
         raise ValueError(f"`max_stages` is {max_stages!r}; a round has at least 1 stage.")
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _drafter_rope(text_config: PreTrainedConfig) -> dict:

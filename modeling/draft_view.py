@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 
 from .candidate_generator import DRelayCandidateGenerator
-from .compat import cache_argument, supports_static_cache
+from .compat import cache_argument, criteria_for_host, supports_static_cache
 from .configuration_drelay import check_draft_options
 from .draft_statistics import DraftStatistics
 
@@ -55,6 +55,8 @@ class DraftView:
         defaults = {name: getattr(model.config, name) for name in names - {"profile"}}
         self.model = model
         self.options = DraftOptions(**(defaults | options))
+        if options.get("use_selector") and model.selector is None:
+            raise ValueError("`use_selector` is True, but this drafter has no selector; leave the option out.")
         self.statistics = DraftStatistics()
 
     @property
@@ -101,8 +103,17 @@ class DraftView:
             )
         self.model.adapter(target)
 
-    def for_call(self, target, input_ids, call) -> "BoundCall":
-        """Check a prepared call and bind what only it knows; `call` holds the arguments of the decoding loop."""
+    def for_call(self, target, input_ids, call) -> dict:
+        """
+        Check a prepared call and bind what only it knows.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, P)`): The prompt.
+            call (`dict`): Keyword arguments of the host's decoding loop.
+
+        Returns:
+            The arguments to replace.
+        """
         if input_ids.shape[0] > 1:
             raise ValueError(
                 f"`input_ids` has a batch of {input_ids.shape[0]}, but `assistant_model` drafts for one sequence; "
@@ -120,7 +131,11 @@ class DraftView:
                 f"`past_key_values` already holds {filled} tokens; assisted decoding would feed them a second time. "
                 "Pass the whole conversation with an empty cache."
             )
-        return BoundCall(self, call.get("stopping_criteria"))
+        criteria = call.get("stopping_criteria")
+        return {
+            "assistant_model": BoundCall(self, criteria),
+            "stopping_criteria": criteria_for_host(criteria, input_ids.shape[1]),
+        }
 
     def build_candidate_generator(self, target, generation_config, input_ids, logits_processor, model_kwargs, **call):
         """Generator for one call of the host's assisted loop; its statistics become this view's."""

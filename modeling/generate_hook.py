@@ -55,13 +55,13 @@ def _wrap_validation(original):
 
 
 def _wrap_assisted_decoding(original):
-    """The host's loop does not hand the stopping criteria to a candidate generator; this does."""
+    """The host's loop does not hand the stopping criteria to a candidate generator; the assistant takes them here."""
 
     def decode(self, input_ids, *args, **kwargs):
         begin = getattr(kwargs.get("assistant_model"), "for_call", None)
         if begin is not None:
             call = {k: v for k, v in kwargs.items() if k != "assistant_model"}
-            kwargs["assistant_model"] = begin(target=self, input_ids=input_ids, call=call)
+            kwargs |= begin(target=self, input_ids=input_ids, call=call)
         return original(self, input_ids, *args, **kwargs)
 
     return decode

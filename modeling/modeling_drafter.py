@@ -217,7 +217,15 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         body = target.get_decoder() if hasattr(target, "get_decoder") else target.model
         source_layers, source_norm = getattr(body, "layers", None), getattr(body, "norm", None)
         first = self.config.num_target_layers - len(self.layers)
-        if source_layers is None or source_norm is None or not hasattr(source_layers[first], "input_layernorm"):
+        if first < 1:
+            raise ValueError(
+                f"`num_hidden_layers` {len(self.layers)} are too many to start from the last layers of a target with "
+                f"{self.config.num_target_layers} layers; use fewer, or start from random weights."
+            )
+        # Layers with a norm before the feed-forward (Gemma) give the other norms another meaning.
+        is_llama_kind = source_layers is not None and source_norm is not None
+        is_llama_kind = is_llama_kind and hasattr(source_layers[first], "input_layernorm")
+        if not is_llama_kind or hasattr(source_layers[first], "pre_feedforward_layernorm"):
             raise ValueError(
                 f"`target` {type(target).__name__} has no decoder layers of the Llama kind to start from; "
                 "start from random weights instead."

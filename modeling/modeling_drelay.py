@@ -68,6 +68,10 @@ class DRelayModel(DRelayPreTrainedModel):
 
     def set_shortlist(self, draft_token_ids) -> None:
         """Set the `draft_vocab_size` tokens that can be drafted, `(Vd,)`; every end token must be among them."""
+        if self.config.draft_vocab_size is None:
+            raise ValueError(
+                "`draft_token_ids` needs a drafter with a shortlist; set `draft_vocab_size` in its config."
+            )
         ids = draft_token_ids.sort().values
         missing = set(self.config.eos_token_ids) - set(ids.tolist())
         size = self.config.draft_vocab_size
@@ -113,10 +117,11 @@ class DRelayModel(DRelayPreTrainedModel):
         session.clock.lap("select")
         return block
 
-    def continue_after(self, block: DraftBlock, session: DraftSession) -> None:
+    @torch.no_grad()
+    def continue_after(self, block: DraftBlock, session: DraftSession, use_selector=True) -> None:
         """Prepare another stage after the (cut) `block`: provisional features and the head's memory."""
         features = block.context_features
-        if self.selector is not None:
+        if use_selector and self.selector is not None:
             known = torch.cat([session.anchor_ids[:, None], block.draft_ids[:, :-1]], dim=1)
             features = self.selector.provisional_features(features, known, session.adapter.embed)
         session.extend_provisional(features)

@@ -78,6 +78,7 @@ class IndependentHead:
 
 
 # Draws tokens: (selection logits (B, R, C), first slot) -> places in the pool (B, R), or None to end the draft there.
+# In a fixed-point walk it must be a function of its arguments.
 Chooser = Callable[[torch.FloatTensor, int], torch.LongTensor | None]
 
 
@@ -111,6 +112,6 @@ def walk_fixed_point(head: DraftHead, state: Any, pool: Pool, anchor_ids: torch.
         path = torch.cat([anchor_ids[:, None], pool.ids.gather(2, choices[..., None])[:, :-1, 0]], dim=1)
         logits = head.score(state, path)
         previous, choices = choices, choose(logits, 0)
-        if torch.equal(previous, choices):
+        if torch.equal(previous[:, :-1], choices[:, :-1]):  # nothing depends on the last slot
             break
     return choices, logits

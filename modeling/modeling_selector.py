@@ -18,8 +18,8 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_drelay import DRelayConfig, DRelaySelectorConfig
-from .modeling_base import DRelayPreTrainedModel, ZeroLinear
-from .modeling_heads import HeadInputs, Pool
+from .modeling_base import DRelayPreTrainedModel, Pool, ZeroLinear
+from .modeling_heads import HeadInputs
 
 
 def _attend(queries, keys, values, bias):
@@ -97,7 +97,8 @@ class CandidateRead(nn.Module):
         keys, values = _heads(keys, self.num_heads), _heads(values, self.num_heads)
         null = self.null_key.to(keys.dtype).expand(num_blocks, -1, -1)[:, :, None]
         slots = torch.arange(K, device=x.device)
-        distance = self.distance_bias(slots[:, None] - slots[None, :] + K - 1)  # (h, K, K)
+        center = self.distance_bias.table.shape[1] // 2  # a short stage has fewer slots than the table
+        distance = self.distance_bias(slots[:, None] - slots[None, :] + center)  # (h, K, K)
         distance = distance.masked_fill(torch.eye(K, dtype=torch.bool, device=x.device), float("-inf"))
         bias = distance.repeat_interleave(C, 1).repeat_interleave(C, 2)  # (h, K*C, K*C)
         bias = bias + self.log_prob_scale[:, None, None] * log_probs.flatten(1)[:, None, None, :]
@@ -246,8 +247,10 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         if config.use_repaired_feature:
             self.repaired_proj = ZeroLinear(config.hidden_size, config.hidden_size, bias=False)
         if config.draft_vocab_size is not None:
-            # Position of a token in the shortlist; its last row stands for all tokens outside it.
+            # Position of a token in the shortlist; its last row stands for all tokens outside it. Like the drafter's
+            # list, it starts with the first tokens of the vocabulary.
             rows = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
+            rows[: config.draft_vocab_size] = torch.arange(config.draft_vocab_size, dtype=torch.int32)
             self.register_buffer("shortlist_rows", rows)
         else:
             self.shortlist_rows = None
@@ -363,4 +366,4 @@ def _heads(states: torch.Tensor, num_heads: int) -> torch.Tensor:
     return states.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-__all__ = ["DRelaySelectorModel", "Pool"]
+__all__ = ["DRelaySelectorModel"]

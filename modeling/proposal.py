@@ -2,8 +2,8 @@
 
 Order for a slot: raw pool logits -> change made by context-dependent penalties, added to the selection logits ->
 warpers, once -> softmax over the pool = q, in fp32; tokens outside the pool have q = 0. A sampled token is drawn from
-exactly this q, given the drafted tokens before it. Only processors known to be functions of their arguments are
-applied; others act on the target's side alone, where they are always exact.
+exactly this q, given the drafted tokens before it. Only processors known to be functions of their arguments act on
+drafts.
 """
 
 import torch
@@ -39,6 +39,24 @@ _WARPERS = _known(
     "TopPLogitsWarper",
     "TypicalLogitsWarper",
 )
+
+
+# Functions of their arguments that do nothing for a draft.
+_TARGET_ONLY = _known(
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "InfNanRemoveLogitsProcessor",
+    "LogitNormalization",
+    "PrefixConstrainedLogitsProcessor",
+    "TopHLogitsWarper",
+    "WatermarkLogitsProcessor",
+)
+
+
+def is_stateless(processor) -> bool:
+    """Whether a logits processor is known to be a function of its arguments; others may say so with `is_stateless`."""
+    known = _PENALTIES + _WARPERS + _TARGET_ONLY
+    return type(processor) in known or bool(getattr(processor, "is_stateless", False))
 
 
 class Proposal:

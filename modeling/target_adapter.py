@@ -30,12 +30,13 @@ class HeadRows:
 
     def get(self, head: torch.nn.Module, token_ids: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight `(Vd, H)` and bias `(Vd,)` of `head` for `token_ids` `(Vd,)`."""
-        stamp = (head.weight.data_ptr(), head.weight._version, head.weight.dtype, token_ids.data_ptr())
+        stamp = tuple(_stamp(tensor) for tensor in (head.weight, head.bias, token_ids))
         entry = self._entries.get(head)
         if entry is None or entry[0] != stamp:
-            ids = token_ids.to(head.weight.device)
-            bias = None if head.bias is None else head.bias.detach()[ids]
-            entry = (stamp, head.weight.detach()[ids].contiguous(), bias)
+            with torch.inference_mode(False):  # rows made inside it could not be used by training later
+                ids = token_ids.to(head.weight.device)
+                bias = None if head.bias is None else head.bias.detach()[ids]
+                entry = (stamp, head.weight.detach()[ids].contiguous(), bias)
             self._entries[head] = entry
         return entry[1:]
 
@@ -132,6 +133,13 @@ class TargetAdapter:
             )
 
 
+def _stamp(tensor: torch.Tensor | None) -> tuple | None:
+    """Changes when a tensor is replaced, moved or written to; inference tensors do not count their writes."""
+    if tensor is None:
+        return None
+    return tensor.data_ptr(), tensor.dtype, None if tensor.is_inference() else tensor._version
+
+
 def _device_of(module: torch.nn.Module) -> torch.device:
     """Device a module computes on; offloaded weights sit on `meta`, and their hook tells the real one."""
     hook = getattr(module, "_hf_hook", None)
@@ -141,11 +149,14 @@ def _device_of(module: torch.nn.Module) -> torch.device:
 
 
 def _dtype_of(module: torch.nn.Module) -> torch.dtype:
-    """Floating dtype that a module takes; packed weights of quantised layers are integers."""
-    floating = (p.dtype for p in module.parameters() if p.dtype.is_floating_point)
+    """Floating dtype that a module takes; weights of quantised layers are integers or 8-bit floats."""
+    floating = (p.dtype for p in module.parameters() if p.dtype.is_floating_point and p.dtype.itemsize > 1)
     return next(floating, torch.get_default_dtype())
 
 
 def _has_plain_weight(head: torch.nn.Module) -> bool:
     """Whether the head is a bare linear layer; subclasses and hooked modules may compute something else."""
-    return type(head) is torch.nn.Linear and head.weight.device.type != "meta" and not hasattr(head, "_hf_hook")
+    if type(head) is not torch.nn.Linear or type(head.weight) is not torch.nn.Parameter:
+        return False
+    is_hooked = bool(head._forward_hooks or head._forward_pre_hooks) or hasattr(head, "_hf_hook")
+    return head.weight.device.type != "meta" and not is_hooked

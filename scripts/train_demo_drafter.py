@@ -7,6 +7,7 @@ with `--resume`. The folder `--output/drafter` is what ships.
 """
 
 import argparse
+import copy
 import json
 import os
 import shutil
@@ -90,9 +91,9 @@ def train_phase(name, arguments, drelay, target, examples, features, max_steps, 
 def save_release(drelay: DRelayModel, folder: Path) -> None:
     """Weights in bfloat16 and a configuration that loads them as float32, in which CPUs are fast. No code files."""
     with tempfile.TemporaryDirectory() as scratch:
-        drelay.to(torch.bfloat16).save_pretrained(scratch)
-        drelay.to(torch.float32)
+        copy.deepcopy(drelay).to(torch.bfloat16).save_pretrained(scratch)
         config = json.loads((Path(scratch) / "config.json").read_text()) | {"dtype": "float32"}
+        config.pop("use_cache", None)  # put there by the trainer
         write_json(folder / "config.json", config)
         shutil.copyfile(Path(scratch) / "model.safetensors", folder / "model.safetensors.part")
     os.replace(folder / "model.safetensors.part", folder / "model.safetensors")

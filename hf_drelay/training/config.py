@@ -55,5 +55,10 @@ class DRelayTrainingConfig(TrainingArguments):
                 f"`num_anchors` {self.num_anchors} and `num_selector_anchors` {self.num_selector_anchors} must be at "
                 "least 1."
             )
+        if self.world_size > 1:
+            raise NotImplementedError(
+                f"{self.world_size} processes were started, but gradients of drafters are not synchronised between "
+                "processes yet; start one."
+            )
         # The trainer's batches carry lengths and keys that no forward signature names.
         self.remove_unused_columns = False

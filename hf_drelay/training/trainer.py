@@ -102,13 +102,15 @@ class DRelayTrainer(Trainer):
         epoch = math.floor(state.epoch or 0)
         generators = [torch.Generator().manual_seed(hash((args.seed, epoch, key)) & 0x7FFFFFFF) for key in keys]
         anchors = sample_anchors(inputs["prompt_lengths"].tolist(), lengths, args.num_anchors, generators)
-        loss, terms = self.objective(
-            states,
-            inputs["input_ids"],
-            inputs["lengths"],
-            anchors.to(inputs["input_ids"].device),
-            num_selector_blocks=args.num_selector_anchors * len(keys),
-        )
+        # Mixed precision is applied to a model's own forward only, which the objective does not go through.
+        with self.accelerator.autocast():
+            loss, terms = self.objective(
+                states,
+                inputs["input_ids"],
+                inputs["lengths"],
+                anchors.to(inputs["input_ids"].device),
+                num_selector_blocks=args.num_selector_anchors * len(keys),
+            )
         for name, value in terms.items():
             self._terms.setdefault(name, []).append(value)
         return (loss, terms) if return_outputs else loss

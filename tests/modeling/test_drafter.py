@@ -430,6 +430,10 @@ class TestInitializeFromTarget:
         with pytest.raises(ValueError, match=r"`target_layer_ids` \[1, 2\] lack layer 3, .* copied layers 4..5"):
             start_from(make_target("llama"), target_layer_ids=[1, 2])
 
+    def test_target_of_other_sizes_raises_and_names_the_tensor(self):
+        with pytest.raises(ValueError, match=r"`mlp.\w+_proj.weight` has shape .32.* in the target and .16"):
+            start_from(make_target("llama"), intermediate_size=16)
+
     def test_target_without_llama_layers_raises(self):
         drafter = start_from(make_target("llama"))
         target = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=24, n_layer=6, n_head=4))

@@ -156,7 +156,11 @@ class TestWalks:
     def test_walk_ends_before_the_slot_when_nothing_can_be_drawn(self, end):
         pool = Pool.from_logits(torch.randn(1, K, V), C)
         choices, logits = walk_slots(
-            IndependentHead(), pool, pool, torch.tensor([0]), lambda logits, slot: None if slot == end else greedy(logits, slot)
+            IndependentHead(),
+            pool,
+            pool,
+            torch.tensor([0]),
+            lambda logits, slot: None if slot == end else greedy(logits, slot),
         )
         assert choices.tolist() == [[0] * end]
         assert torch.equal(logits, pool.log_probs[:, :end])

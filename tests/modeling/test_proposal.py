@@ -1,4 +1,4 @@
-"""How draft tokens are drawn: the q that is handed over is the q that was drawn from, processors act as the host's do."""
+"""How draft tokens are drawn: from exactly the q that is handed over, with processors that act as the host's do."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ INPUT_IDS = torch.tensor([[7, 3, 9, 7, 3, EOS, 11, 7, 3]])  # `7 3 9` and `7 3 5
 
 
 def make_pool(num_slots=2, seed=0) -> Pool:
-    """Pools of raw logits of both signs (a repetition penalty treats them differently) that hold 3, 7, 9 and the end."""
+    """Pools that hold 3, 7, 9 and the end, with logits of both signs: a repetition penalty treats them differently."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, num_slots, V, generator=generator)
     logits[..., [3, 7, 9, EOS]] = torch.tensor([0.5, -0.8, 1.5, 0.9]) + 0.1 * torch.arange(num_slots)[:, None]
@@ -169,7 +169,9 @@ class TestPenalties:
         pool = make_pool(num_slots=3)
         pool.ids[0, :, 0] = torch.tensor([1, 0, 1])
         pool.ids[0, :, 1:] = torch.tensor([12, 13, 14, 15, 16])
-        draw = start([processors.NoRepeatNGramLogitsProcessor(2)], pool, is_sampled=False, input_ids=torch.tensor([[0]]))
+        draw = start(
+            [processors.NoRepeatNGramLogitsProcessor(2)], pool, is_sampled=False, input_ids=torch.tensor([[0]])
+        )
         choices, _ = walk_slots(IndependentHead(), pool, pool, torch.tensor([0]), draw)
         # After `0` the draft is `1`, then `0`, and then `0 1` would be there twice.
         assert choices[0].tolist()[:2] == [0, 0] and choices[0, 2] != 0
@@ -226,7 +228,9 @@ class CountingProcessor(processors.LogitsProcessor):
 
 class TestUnknownProcessors:
     @pytest.mark.parametrize(
-        "make", [lambda: MyRepetitionPenalty(1.7), lambda: MyTopK(1), CountingProcessor], ids=["penalty", "warper", "own"]
+        "make",
+        [lambda: MyRepetitionPenalty(1.7), lambda: MyTopK(1), CountingProcessor],
+        ids=["penalty", "warper", "own"],
     )
     def test_q_is_as_without_the_processor(self, make):
         """A draft is only a guess: what may hold state is left to the target's side, which is always exact."""

@@ -32,7 +32,14 @@ FIELDS = {
     "history_window": WINDOW,
     "pair_rank": 3,
 }
-EVERY_PART = ["use_global_read", "use_history_read", "use_prefix_read", "use_rank_head", "use_repair_gate", "pair_rank"]
+EVERY_PART = [
+    "use_global_read",
+    "use_history_read",
+    "use_prefix_read",
+    "use_rank_head",
+    "use_repair_gate",
+    "pair_rank",
+]
 ALL_OFF = dict.fromkeys(EVERY_PART, False) | {"pair_rank": 0}
 
 
@@ -157,7 +164,9 @@ class NaiveSelector:
         query, scale = self.heads(query), math.sqrt(self.config.selector_hidden_size / self.config.selector_num_heads)
         read = []
         for h in range(self.config.selector_num_heads):
-            logits = [query[h] @ self.heads(key)[h] / scale + b[h] for (key, _), b in zip(entries, biases, strict=True)]
+            logits = [
+                query[h] @ self.heads(key)[h] / scale + b[h] for (key, _), b in zip(entries, biases, strict=True)
+            ]
             found = [self.heads(value)[h] for _, value in entries]
             if null_key is not None:
                 logits.append(query[h] @ null_key[h] / scale)
@@ -202,7 +211,9 @@ class NaiveSelector:
         return self.w(name + "o_proj") @ self.attend(self.w(name + "q_proj") @ self.pair(i, k), entries, biases)
 
     def trunk(self, i, k, path):
-        evidence = torch.stack([self.log_probs[i, k], self.log_probs[i, k] - self.log_probs[i, 0], torch.tensor(k / C)])
+        evidence = torch.stack(
+            [self.log_probs[i, k], self.log_probs[i, k] - self.log_probs[i, 0], torch.tensor(k / C)]
+        )
         trunk = self.linear("trunk_proj", torch.cat([self.pair(i, k), evidence]))
         if self.config.use_global_read:
             trunk = trunk + self.global_read(i, k)
@@ -327,7 +338,9 @@ class TestUntrained:
 
     def test_provisional_features_are_the_rows_themselves(self):
         selector, rows = make_selector(is_trained=False), torch.randn(1, 3, H)
-        assert torch.equal(selector.provisional_features(rows, torch.tensor([[1, 2, 3]]), torch.nn.Embedding(V, H)), rows)
+        assert torch.equal(
+            selector.provisional_features(rows, torch.tensor([[1, 2, 3]]), torch.nn.Embedding(V, H)), rows
+        )
 
 
 def _greedy(logits, first):

@@ -272,7 +272,9 @@ class TestStages:
         session, seen = make_session(drelay, target, 6), []
         forward, read = drelay.drafter.forward, drelay.selector.read
         monkeypatch.setattr(
-            drelay.drafter, "forward", lambda e, p, c: (seen.append((p.tolist(), c.get_seq_length())), forward(e, p, c))[1]
+            drelay.drafter,
+            "forward",
+            lambda e, p, c: (seen.append((p.tolist(), c.get_seq_length())), forward(e, p, c))[1],
         )
         monkeypatch.setattr(
             drelay.selector, "read", lambda inputs: (seen.append((inputs.offset, inputs.earlier)), read(inputs))[1]

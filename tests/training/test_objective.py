@@ -64,7 +64,7 @@ def make_drelay(target, **fields) -> DRelayModel:
     return drelay
 
 
-# Two sequences of different lengths. Anchors at the first and the last possible place, next to each other, and padding.
+# Two sequences of different lengths; anchors at the first and last possible place, next to each other, and padding.
 LENGTHS = [17, 11]
 ANCHORS = torch.tensor([[1, 6, 7, 12, 15], [3, 9, -1, -1, -1]])
 NUM_BLOCKS = 7
@@ -182,7 +182,9 @@ class TestTrainingEqualsDrafting:
 
 class TestAnchors:
     @settings(max_examples=30, deadline=None)
-    @given(prompt=st.integers(1, 8), response=st.integers(2, 12), num_anchors=st.integers(1, 14), seed=st.integers(0, 99))
+    @given(
+        prompt=st.integers(1, 8), response=st.integers(2, 12), num_anchors=st.integers(1, 14), seed=st.integers(0, 99)
+    )
     def test_anchors_are_distinct_response_tokens_with_a_successor(self, prompt, response, num_anchors, seed):
         length = prompt + response
         (row,) = sample_anchors([prompt], [length], num_anchors, [torch.Generator().manual_seed(seed)]).tolist()
@@ -198,7 +200,9 @@ class TestAnchors:
 
     def test_anchors_depend_on_their_own_generator_alone(self):
         def draw(seeds):
-            return sample_anchors([2] * len(seeds), [30] * len(seeds), 4, [torch.Generator().manual_seed(s) for s in seeds])
+            return sample_anchors(
+                [2] * len(seeds), [30] * len(seeds), 4, [torch.Generator().manual_seed(s) for s in seeds]
+            )
 
         assert torch.equal(draw([5, 6])[1], draw([9, 6])[1])
         assert not torch.equal(draw([5])[0], draw([6])[0])
@@ -315,7 +319,10 @@ class TestLoss:
         blocks = label_blocks(run.input_ids, torch.tensor(LENGTHS), ANCHORS, scores.shape[1])
         lengths = {"expected_accepted": [], "expected_accepted_kept": []}
         for n in range(NUM_BLOCKS):
-            for name, choose in (("expected_accepted", lambda i, n=n: scores[n, i].argmax()), ("expected_accepted_kept", lambda i: 0)):
+            for name, choose in (
+                ("expected_accepted", lambda i, n=n: scores[n, i].argmax()),
+                ("expected_accepted_kept", lambda i: 0),
+            ):
                 accepted = 0
                 while accepted < scores.shape[1] and blocks.valid[n, accepted]:
                     if inputs.pool.ids[n, accepted, choose(accepted)] != blocks.labels[n, accepted]:
@@ -369,7 +376,9 @@ class TestGradients:
     def test_every_part_learns_when_joint(self, target, monkeypatch):
         """All but the projection of repaired tokens, which only a second stage uses."""
         drelay = make_drelay(target)
-        missing = set(dict(drelay.named_parameters())) - set(gradients(drelay, run_objective(drelay, target, monkeypatch)))
+        missing = set(dict(drelay.named_parameters())) - set(
+            gradients(drelay, run_objective(drelay, target, monkeypatch))
+        )
         assert missing == {"selector.repaired_proj.weight"}
 
     def test_backbone_alone_learns_without_the_selectors_loss(self, target, monkeypatch):

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_drelay.evaluation.replay import replay
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.modeling.modeling_drelay import DRelayModel
+from hf_drelay.training import trainer as trainer_module
 from hf_drelay.training.config import DRelayTrainingConfig
 from hf_drelay.training.data import ResponseExample
 from hf_drelay.training.features import FeatureStore
@@ -106,15 +108,16 @@ class TestRun:
         torch.testing.assert_close(target.state_dict(), before, rtol=0, atol=0)
         assert not any(p.grad is not None for p in target.parameters())
 
-    def test_saved_model_holds_nothing_of_the_target(self, target, tmp_path):
+    def test_saved_model_can_be_loaded(self, target, tmp_path):
         trainer = make_trainer(target, tmp_path, max_steps=1)
         trainer.train()
         trainer.save_model(str(tmp_path / "saved"))
+        # The trainer writes fields of its own into the configuration of the model it trains.
         loaded = DRelayModel.from_pretrained(tmp_path / "saved")
         torch.testing.assert_close(loaded.state_dict(), trainer.model.state_dict())
 
     def test_loss_falls_on_the_examples_it_is_trained_on(self, target, tmp_path):
-        trainer = make_trainer(target, tmp_path, examples=make_examples(2), max_steps=30, logging_steps=10)
+        trainer = make_trainer(target, tmp_path, examples=make_examples(2), max_steps=12, logging_steps=4)
         trainer.train()
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
         assert losses[-1] < losses[0] - 0.1
@@ -223,9 +226,22 @@ class TestEvaluate:
             view = trainer.model.with_options(use_selector=use_selector)
             assert metrics[name] == replay(view, target, trainer.held_out).acceptance_length
 
-    def test_backbone_alone_is_measured_when_the_selector_is_not_trained(self, target, tmp_path):
-        metrics = make_trainer(target, tmp_path, train_selector=False).evaluate()
-        assert set(metrics) == {"eval_acceptance_length_backbone"}
+    def test_selector_and_backbone_are_measured_apart_and_without_a_loop(self, target, tmp_path, monkeypatch):
+        """A drafter whose default is to loop must not hide what its single stages do."""
+
+        def fake_replay(view, its_target, examples, max_response):
+            assert (its_target, view.options.loop_gate) == (target, None)
+            return DraftStatistics(num_committed=[3 if view.options.use_selector else 2])
+
+        monkeypatch.setattr(trainer_module, "replay", fake_replay)
+        metrics = make_trainer(target, tmp_path, drelay=make_drelay(target, loop_gate=-0.5)).evaluate()
+        assert (metrics["eval_acceptance_length"], metrics["eval_acceptance_length_backbone"]) == (3, 2)
+
+    @pytest.mark.parametrize("fields", [{}, {"use_selector": False}], ids=["not_trained", "none"])
+    def test_backbone_alone_is_measured_without_a_trained_selector(self, target, tmp_path, fields):
+        trainer = make_trainer(target, tmp_path, drelay=make_drelay(target, **fields), train_selector=False)
+        metrics = trainer.evaluate()
+        assert "eval_acceptance_length_backbone" in metrics and "eval_acceptance_length" not in metrics
 
     def test_only_greedy_responses_are_replayed_and_only_so_many(self, target, tmp_path):
         held_out = make_examples(2, mode="sample") + make_examples(5)
@@ -236,6 +252,18 @@ class TestEvaluate:
         trainer = make_trainer(target, tmp_path, eval_strategy="steps", eval_steps=2, max_steps=4)
         trainer.train()
         assert [log["step"] for log in trainer.state.log_history if "eval_acceptance_length" in log] == [2, 4]
+
+    def test_callbacks_hear_of_an_evaluation(self, target, tmp_path):
+        """Early stopping and trackers act there, and the request to evaluate is taken back."""
+        trainer, heard = make_trainer(target, tmp_path), []
+
+        class Listener(TrainerCallback):
+            def on_evaluate(self, args, state, control, metrics, **kwargs):
+                heard.append(metrics["eval_acceptance_length"])
+
+        trainer.add_callback(Listener())
+        metrics = trainer.evaluate()
+        assert heard == [metrics["eval_acceptance_length"]]
 
     def test_training_goes_on_after_an_evaluation(self, target, tmp_path):
         trainer = make_trainer(target, tmp_path, eval_strategy="steps", eval_steps=1, max_steps=2)
