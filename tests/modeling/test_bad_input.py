@@ -143,7 +143,8 @@ def test_statistics_stay_those_of_the_last_good_call_when_a_call_is_refused(gene
         ({"loop_gate": 0.5}, r"`loop_gate` is 0.5.*at most 0.*None"),
         ({"loop_gate": NAN}, r"`loop_gate` is nan.*at most 0.*None"),
         ({"loop_gate": "auto"}, r"`loop_gate` is 'auto'.*at most 0.*None"),
-        ({"num_draft_tokens": 0}, r"`num_draft_tokens` is 0; use at least 1, or None"),
+        ({"num_draft_tokens": 0}, r"`num_draft_tokens` is 0; use .*at least 1, or None"),
+        ({"num_draft_tokens": 2.5}, r"`num_draft_tokens` is 2.5; use .*at least 1, or None"),
         ({"proposal": "beam"}, r"`proposal` is 'beam'; expected one of"),
     ],
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
@@ -161,6 +162,12 @@ def test_drafting_option_is_refused_when_its_value_is_impossible(drafter, place,
 def test_option_is_refused_when_it_is_unknown(drafter, name):
     with pytest.raises(TypeError, match=rf"unknown option `{name}`; it takes .*'loop_gate'"):
         drafter.with_options(**{name: 1})
+
+
+def test_selector_is_refused_when_the_drafter_has_none(toolbox, target):
+    drafter = toolbox.drafter(target, use_selector=False)
+    with pytest.raises(ValueError, match=r"`use_selector` is True, but this drafter has no selector; leave"):
+        drafter.with_options(use_selector=True)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +224,7 @@ def test_folder_is_refused_when_it_has_no_weights(folder):
 
 
 def test_folder_is_refused_when_it_is_empty(tmp_path):
-    with pytest.raises(OSError, match=r"config\.json"):
+    with pytest.raises(OSError, match=r"no file named model\.safetensors|does not appear to have a file named config"):
         DRelayModel.from_pretrained(tmp_path)
 
 

@@ -117,6 +117,7 @@ def test_text_equals_plain_decoding_when_the_target_has_a_sliding_window(toolbox
         {"sequence_bias": {(5,): -6.0, (54, 81): 8.0, (22,): 3.0}},
         {"bad_words_ids": [[73], [54, 5], [5, 5]]},
         {"forced_eos_token_id": 7},
+        {"prefix_allowed_tokens_fn": lambda batch, ids: [i for i in range(96) if (i + len(ids)) % 3]},
         {"exponential_decay_length_penalty": (10, 1.2), "eos_token_id": 7},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "suppress_tokens": [16]},
     ],
@@ -164,6 +165,15 @@ def test_generation_ends_like_plain_decoding_when_a_wrong_draft_is_an_end_token(
     view = agreeing_view(toolbox, cycle, gate=ALWAYS)
     view.model.script.reference_ids[4] = text[20]  # comes far too early and must be rejected
     assert torch.equal(toolbox.greedy(target, prompt, view, eos_token_id=text[20]), expected)
+    assert expected.shape[1] == 22
+
+
+def test_text_equals_plain_decoding_when_the_prompt_ends_with_an_end_token(toolbox, cycle):
+    target, prompt, text = cycle
+    ends = [prompt[0, -1].item(), text[20]]
+    expected = toolbox.greedy(target, prompt, eos_token_id=ends)
+    view = agreeing_view(toolbox, cycle, gate=ALWAYS)
+    assert torch.equal(toolbox.greedy(target, prompt, view, eos_token_id=ends), expected)
     assert expected.shape[1] == 22
 
 
@@ -281,6 +291,18 @@ def test_text_equals_plain_decoding_when_only_embeddings_are_given(toolbox, gate
     expected = toolbox.greedy(target, inputs_embeds=embeds, attention_mask=mask)
     script = prompt[0].tolist() + expected[0].tolist()
     view = toolbox.scripted(target, script).with_options(loop_gate=gate)
+    assert torch.equal(toolbox.greedy(target, None, view, inputs_embeds=embeds, attention_mask=mask), expected)
+    assert view.statistics.acceptance_length > 2
+
+
+def test_text_equals_plain_decoding_when_embeddings_are_padded_left(toolbox):
+    target, prompt = toolbox.target("llama"), toolbox.prompt(9)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), prompt], dim=1)
+    embeds = target.get_input_embeddings()(padded).detach()
+    mask = (torch.arange(13) >= 4).long()[None]
+    expected = toolbox.greedy(target, inputs_embeds=embeds, attention_mask=mask)
+    script = prompt[0].tolist() + expected[0].tolist()
+    view = toolbox.scripted(target, script).with_options(loop_gate=ALWAYS)
     assert torch.equal(toolbox.greedy(target, None, view, inputs_embeds=embeds, attention_mask=mask), expected)
     assert view.statistics.acceptance_length > 2
 
@@ -404,31 +426,45 @@ class NotThisNext(LogitsProcessor):
 
 
 class CountingPenalty(RepetitionPenaltyLogitsProcessor):
-    """A user's variant of a known processor, which may hold state all the same."""
+    """A user's variant of a known processor, which grows with every call."""
 
     def __init__(self):
-        super().__init__(1.4)
+        super().__init__(1.0)
         self.lengths = []
 
     def __call__(self, input_ids, scores):
         self.lengths.append(input_ids.shape[1])
+        self.penalty += 0.05
         return super().__call__(input_ids, scores)
 
 
 @pytest.mark.parametrize("kind", [NotThisNext, CountingPenalty])
-@pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "always"])
-def test_users_processor_is_called_by_the_target_alone(toolbox, kind, gate):
+def test_users_processor_sees_the_calls_of_plain_decoding_when_it_may_hold_state(toolbox, kind):
+    # Verification would call it on prefixes that are taken back later, which a state does not survive.
     target, prompt = toolbox.target("llama"), toolbox.prompt(12)
-    expected = toolbox.greedy(target, prompt, logits_processor=LogitsProcessorList([kind()]))
+    plain, own = kind(), kind()
+    expected = toolbox.greedy(target, prompt, logits_processor=LogitsProcessorList([plain]))
     assert not torch.equal(expected, toolbox.greedy(target, prompt))
+    view = toolbox.scripted(target, expected[0].tolist()).with_options(loop_gate=ALWAYS)
+    ids = toolbox.greedy(target, prompt, view, logits_processor=LogitsProcessorList([own]))
+    assert torch.equal(ids, expected)
+    assert own.lengths == plain.lengths
+
+
+@pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "always"])
+def test_users_processor_is_called_by_the_target_alone_when_it_says_that_it_is_stateless(toolbox, gate):
+    target, prompt = toolbox.target("llama"), toolbox.prompt(12)
+    expected = toolbox.greedy(target, prompt, logits_processor=LogitsProcessorList([NotThisNext()]))
     view = toolbox.scripted(target, expected[0].tolist()).with_options(loop_gate=gate)
-    processor = kind()
+    processor = NotThisNext()
+    processor.is_stateless = True
     ids = toolbox.greedy(target, prompt, view, logits_processor=LogitsProcessorList([processor]))
     assert torch.equal(ids, expected)
     # The host calls it once for each verified position: the prefill's, and all drafted ones with the bonus.
     statistics = view.statistics
     verified = 1 + sum(drafted + 1 for drafted in statistics.num_drafted) + statistics.num_plain_rounds
     assert len(processor.lengths) == verified
+    assert statistics.acceptance_length > 2
 
 
 @pytest.mark.parametrize("side", ["target", "drafter"])

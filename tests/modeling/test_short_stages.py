@@ -1,4 +1,4 @@
-"""Stages that are shorter than a block, because of a cap or of the length limit, read the slots that are left."""
+"""Stages that are shorter than a block, because of a cap or of the length limit."""
 
 import pytest
 import torch
@@ -28,20 +28,18 @@ def test_candidates_are_read_at_their_true_distance_when_a_stage_is_short(toolbo
 
 
 @pytest.mark.parametrize("layout", ["fill_in", "shifted"])
-def test_no_slot_is_scored_that_cannot_be_verified(toolbox, layout):
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3])
+def test_short_stage_drafts_the_first_tokens_of_a_whole_one(toolbox, record, layout, num_draft_tokens):
+    # The whole block is evidence for its first slots, whether the later ones are drafted or not.
     target, prompt = toolbox.target("llama"), toolbox.prompt(12)
-    expected = toolbox.greedy(target, prompt, max_new_tokens=20)
-    drafter = toolbox.scripted(target, expected[0].tolist(), layout=layout)
-    head_inputs, scored = drafter.head_inputs, []
-
-    def counted(rows, anchor_ids, session):
-        inputs = head_inputs(rows, anchor_ids, session)
-        scored.append((session.anchor_position, inputs.pool.ids.shape[1]))
-        return inputs
-
-    drafter.head_inputs = counted
-    view = drafter.with_options(loop_gate=float("-inf"), num_draft_tokens=3)
-    assert torch.equal(toolbox.greedy(target, prompt, view, max_new_tokens=20), expected)
-    # The last token of the limit is always the target's own.
-    assert all(num_slots == min(3, 32 - 1 - (anchor + 1)) for anchor, num_slots in scored)
-    assert min(num_slots for _, num_slots in scored) < 3
+    drafter = toolbox.drafter(target, layout=layout, selector_scale=2.0)
+    first_rounds = []
+    for limit in (None, num_draft_tokens):
+        record.rounds.clear()
+        toolbox.greedy(target, prompt, drafter.with_options(num_draft_tokens=limit), max_new_tokens=8)
+        first_rounds.append(record.rounds[0])
+    whole, short = first_rounds
+    assert len(whole.draft_ids) == drafter.config.num_drafts
+    assert any(whole.choices), "nothing was repaired"
+    assert short.draft_ids == whole.draft_ids[:num_draft_tokens]
+    assert short.choices == whole.choices[:num_draft_tokens]
