@@ -217,6 +217,13 @@ class DRelayConfig(PreTrainedConfig):
         self._check_fields()
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        result = super().from_dict(config_dict, **kwargs)
+        # Overrides are set on the finished configuration and could contradict it.
+        (result[0] if isinstance(result, tuple) else result)._check_fields()
+        return result
+
     @property
     def num_drafts(self) -> int:
         """Tokens `K` that one stage proposes."""
@@ -273,7 +280,7 @@ class DRelayConfig(PreTrainedConfig):
             # Layers copied from a target without these norms must not get them.
             "use_qk_norm": text.model_type not in ("llama", "mistral", "qwen2"),
             "bos_token_id": text.bos_token_id,
-            "eos_token_id": text.eos_token_id,
+            "eos_token_id": _end_tokens(target_config, text),
             "pad_token_id": text.pad_token_id,
             "mask_token_id": text.pad_token_id if text.pad_token_id is not None else 0,
             "use_mask_embedding": True,
@@ -372,6 +379,15 @@ def check_draft_options(proposal: str, num_draft_tokens: int | None, loop_gate: 
 
 def _is_count(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _end_tokens(*configs: PreTrainedConfig) -> int | list[int] | None:
+    """End tokens that any of the configurations names; the text part of a larger model may know fewer."""
+    ids: dict[int, None] = {}
+    for config in configs:
+        own = getattr(config, "eos_token_id", None)
+        ids |= dict.fromkeys(own if isinstance(own, (list, tuple)) else [] if own is None else [own])
+    return None if not ids else next(iter(ids)) if len(ids) == 1 else list(ids)
 
 
 def _drafter_rope(text_config: PreTrainedConfig) -> dict:

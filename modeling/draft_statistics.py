@@ -1,5 +1,6 @@
 """What one call did, counted: rounds, accepted tokens, stages, repairs, time. The only definition of these figures."""
 
+import math
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -39,6 +40,8 @@ class DraftStatistics:
 
     Attributes:
         num_committed (`list[int]`): Tokens committed in each round with a draft: accepted drafts and one bonus token.
+        num_accepted (`list[int]`): Accepted drafts of each such round. One less than committed, but for rounds that an
+            accepted end token or the length limit cut.
         num_drafted (`list[int]`): Tokens drafted in each such round.
         num_stages (`list[int]`): Stages of each such round.
         num_plain_rounds (`int`): Rounds without a draft; the prefill is not one.
@@ -49,6 +52,7 @@ class DraftStatistics:
     """
 
     num_committed: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
     num_drafted: list[int] = field(default_factory=list)
     num_stages: list[int] = field(default_factory=list)
     num_plain_rounds: int = 0
@@ -83,8 +87,9 @@ class DraftStatistics:
         """Share of accepted tokens at slot 1, 2, ... among the rounds in which all earlier slots were accepted."""
         rates = []
         for slot in range(max(self.num_drafted, default=0)):
-            reached = [c for c, d in zip(self.num_committed, self.num_drafted, strict=True) if d > slot and c > slot]
-            rates.append(sum(c > slot + 1 for c in reached) / len(reached) if reached else float("nan"))
+            rounds = zip(self.num_accepted, self.num_committed, self.num_drafted, strict=True)
+            reached = [accepted for accepted, committed, drafted in rounds if drafted > slot and committed > slot]
+            rates.append(sum(accepted > slot for accepted in reached) / len(reached) if reached else float("nan"))
         return rates
 
     def add_round(self, draft_ids, choices, pool_ids, chosen_ids, num_stages: int) -> None:
@@ -98,6 +103,8 @@ class DraftStatistics:
             num_stages (`int`): Stages of the draft.
         """
         self.num_committed.append(len(chosen_ids))
+        agrees = [token == chosen for token, chosen in zip(draft_ids, chosen_ids, strict=False)]
+        self.num_accepted.append(next((i for i, right in enumerate(agrees) if not right), len(agrees)))
         self.num_drafted.append(len(draft_ids))
         self.num_stages.append(num_stages)
         for slot, (token, choice, kept) in enumerate(zip(draft_ids, choices, pool_ids, strict=True)):
@@ -116,6 +123,7 @@ class DraftStatistics:
     def merge(self, other: "DraftStatistics") -> None:
         """Add the rounds of another call."""
         self.num_committed += other.num_committed
+        self.num_accepted += other.num_accepted
         self.num_drafted += other.num_drafted
         self.num_stages += other.num_stages
         self.num_plain_rounds += other.num_plain_rounds
@@ -125,9 +133,18 @@ class DraftStatistics:
             self.phase_ms[name] = self.phase_ms.get(name, 0.0) + value
 
     def to_dict(self) -> dict:
-        """Counts and derived figures, ready for JSON."""
-        derived = ("num_rounds", "acceptance_length", "mean_stages", "acceptance_by_slot")
-        return asdict(self) | {name: getattr(self, name) for name in derived}
+        """Counts and derived figures, ready for JSON: a figure without a value is `None`, because NaN is no JSON."""
+        derived = {
+            "num_rounds": self.num_rounds,
+            "acceptance_length": _number_or_none(self.acceptance_length),
+            "mean_stages": _number_or_none(self.mean_stages),
+            "acceptance_by_slot": [_number_or_none(rate) for rate in self.acceptance_by_slot],
+        }
+        return asdict(self) | derived
+
+
+def _number_or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 def _mean(values: list[int]) -> float:

@@ -183,7 +183,7 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for i, layer in enumerate(self.layers):
             keys, values, mask = self._visible_context(i, noise_embeds.shape[1], cache, attention_mask)
-            mask = _as_backend_mask(mask, self.config._attn_implementation, hidden_states.dtype)
+            mask = _as_backend_mask(mask, len(noise_embeds), self.config._attn_implementation, hidden_states.dtype)
             hidden_states = layer(hidden_states, keys, values, position_embeddings, mask)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
@@ -217,7 +217,7 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         body = target.get_decoder() if hasattr(target, "get_decoder") else target.model
         source_layers, source_norm = getattr(body, "layers", None), getattr(body, "norm", None)
         first = self.config.num_target_layers - len(self.layers)
-        if first < 1:
+        if first < 0:
             raise ValueError(
                 f"`num_hidden_layers` {len(self.layers)} are too many to start from the last layers of a target with "
                 f"{self.config.num_target_layers} layers; use fewer, or start from random weights."
@@ -250,7 +250,9 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
 def _copy_matching(source: nn.Module, own: nn.Module) -> None:
     """Copy the tensors that both layers have; raise a `ValueError` for one that has another shape in each."""
     weights, states = source.state_dict(), own.state_dict()
-    for name in weights.keys() & states.keys():
+    for name in weights:
+        if name not in states:
+            continue
         if weights[name].shape != states[name].shape:
             raise ValueError(
                 f"`{name}` has shape {tuple(weights[name].shape)} in the target and {tuple(states[name].shape)} in "
@@ -277,11 +279,12 @@ def _block_mask(num_rows, context_length, causal, window, device) -> torch.BoolT
     return visible[None, None]
 
 
-def _as_backend_mask(mask: torch.Tensor | None, implementation: str | None, dtype: torch.dtype):
-    """SDPA takes a boolean mask; eager and flex attention add the mask to the scores."""
-    if mask is None or mask.dtype != torch.bool or implementation == "sdpa":
+def _as_backend_mask(mask: torch.BoolTensor | None, batch_size: int, implementation: str | None, dtype: torch.dtype):
+    """SDPA takes a boolean mask; eager and flex attention add one to the scores, flex looks it up by sequence."""
+    if mask is None or implementation == "sdpa":
         return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    bias = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return bias.expand(batch_size, -1, -1, -1)
 
 
 __all__ = ["DRelayDrafterModel"]

@@ -133,7 +133,7 @@ def main() -> None:
     }
     write_json(arguments.output, record)
     for row in record["rows"]:
-        tau = row.get("statistics", {}).get("acceptance_length", 1.0)
+        tau = row.get("statistics", {}).get("acceptance_length") or 1.0
         print(f"{row['name']:18s} tau {tau:.3f}  speedup {row['speedup_total']:.3f}  identical {row['num_identical']}")
 
 

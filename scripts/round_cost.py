@@ -363,7 +363,7 @@ def time_rounds(parts: RoundParts, bench: Bench) -> dict:
     num_rounds, phase_ms = profiled.statistics.num_rounds, profiled.statistics.phase_ms
     return walltime_ms | {
         "acceptance_length": view.statistics.acceptance_length,
-        "profiled_round_ms": {name: total / num_rounds for name, total in phase_ms.items()},
+        "profiled_round_ms": {name: ms / num_rounds for name, ms in phase_ms.items() if name != "prefill"},
     }
 
 

@@ -151,9 +151,10 @@ def generate_responses(
         Rows of a response file.
     """
     mode = "sample" if sampling.get("do_sample") else "greedy"
-    pad = target.generation_config.pad_token_id
     ends = target.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [ends])
+    pad = target.generation_config.pad_token_id
+    pad = 0 if pad is None else pad  # masked positions may hold any token
     encoded = sorted(((encode_prompt(tokenizer, p), p) for p in prompts), key=lambda pair: -len(pair[0]))
     with tqdm(total=len(prompts), desc="responses", unit="prompt", disable=quiet) as bar:
         for start in range(0, len(encoded), batch_size):
@@ -165,6 +166,7 @@ def generate_responses(
                 ids.to(target.device),
                 attention_mask=mask.to(target.device),
                 max_new_tokens=max_new_tokens,
+                pad_token_id=pad,
                 **({"do_sample": False} | sampling),
             )
             for (_, prompt), row in zip(batch, output[:, width:].tolist(), strict=True):

@@ -131,4 +131,5 @@ class DRelayTrainer(Trainer):
             view = self.model.with_options(use_selector=use_selector, loop_gate=None)
             metrics[f"{metric_key_prefix}_{name}"] = replay(view, self.target, self.held_out, 128).acceptance_length
         self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

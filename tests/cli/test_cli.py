@@ -175,7 +175,7 @@ class TestGenerate:
 
     def test_seed_is_set_before_each_run(self, fakes, monkeypatch):
         seeds = []
-        monkeypatch.setattr("transformers.set_seed", seeds.append)
+        monkeypatch.setattr("hf_drelay.evaluation.timing.set_seed", seeds.append)
         _run("generate", "two words", "--seed", "7")
         assert seeds == [7, 7, 7]
 

@@ -396,9 +396,13 @@ class TestInitializeFromTarget:
         torch.testing.assert_close(cache.layers[0].keys, target_cache.layers[4].keys, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(cache.layers[0].values, target_cache.layers[4].values, rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("kind", TARGETS)
+    def test_target_with_other_norms_is_refused(self):
+        """Norms of the Gemma family scale by `1 + weight`, and stand at other places."""
+        with pytest.raises(ValueError, match="Gemma3ForCausalLM has no decoder layers of the Llama kind"):
+            start_from(make_target("gemma3"))
+
+    @pytest.mark.parametrize("kind", [kind for kind in TARGETS if kind != "gemma3"])
     def test_fused_feature_is_what_the_copied_layer_reads_in_the_target(self, kind):
-        """Norms of the Gemma family scale by `1 + weight`, so that a copied weight alone is not their norm."""
         target = make_target(kind)
         drafter = start_from(target)
         states, _ = tapped_states(target, torch.randint(40, (1, 11)), [1, 3])

@@ -118,7 +118,7 @@ class TestVerified:
 class TestProvisional:
     @torch.no_grad()
     def test_provisional_features_stand_behind_the_verified_ones(self, target):
-        drelay = make_drelay(target)
+        drelay = make_drelay(target, provisional_norm="final")
         session = make_session(drelay, target, 6)
         features = torch.randn(1, 3, H)
         session.extend_provisional(features[:, :2])
@@ -242,7 +242,7 @@ class TestStages:
     @torch.no_grad()
     def test_provisional_features_know_the_tokens_at_their_places(self, target):
         """Row `i` stands at position `a + i`, where the anchor and all drafted tokens but the last one stand."""
-        drelay = make_drelay(target)
+        drelay = make_drelay(target, provisional_norm="final")
         session = make_session(drelay, target, 6)
         session.anchor_ids = torch.tensor([3])
         block = drelay.draft(session.anchor_ids, session, greedy_proposal()).first(2)
@@ -256,7 +256,7 @@ class TestStages:
 
     @torch.no_grad()
     def test_rows_of_the_backbone_are_fed_on_without_a_selector(self, target):
-        drelay = make_drelay(target, use_selector=False)
+        drelay = make_drelay(target, use_selector=False, provisional_norm="final")
         session = make_session(drelay, target, 6)
         session.anchor_ids = torch.tensor([3])
         block = drelay.draft(session.anchor_ids, session, greedy_proposal())
