@@ -255,8 +255,10 @@ class NaiveSelector:
             if not self.config.use_repair_gate:
                 rows.append(scores.log_softmax(0))
                 continue
-            repair = torch.sigmoid(self.gate(i, scores, trunks))
-            rows.append(torch.cat([(1 - repair).log()[None], repair.log() + scores[1:].log_softmax(0)]))
+            # One minus a probability close to one has few digits left in float32.
+            repair = torch.sigmoid(self.gate(i, scores, trunks).double())
+            row = torch.cat([(1 - repair).log()[None], repair.log() + scores[1:].double().log_softmax(0)])
+            rows.append(row.float())
         return torch.stack(rows)
 
 
