@@ -53,11 +53,20 @@ def circumstances(record: dict) -> str:
     )
 
 
+def lossless_summary() -> dict[str, dict[str, int]]:
+    """Counts of each way, added up over the files that `check_lossless_demo.py` wrote."""
+    total: dict[str, dict[str, int]] = {}
+    for path in sorted(RESULTS.glob("demo_lossless*.json")):
+        for name, entry in json.loads(path.read_text())["summary"].items():
+            counts = total.setdefault(name, dict.fromkeys(entry, 0))
+            total[name] = {field: counts[field] + entry[field] for field in entry}
+    return total
+
+
 def results() -> str:
     record = json.loads((RESULTS / "demo_grid.json").read_text())
-    lossless = json.loads((RESULTS / "demo_lossless.json").read_text())
     parts = [grid_table(record), circumstances(record), "Command: `python scripts/benchmark_demo.py`."]
-    for name, entry in lossless["summary"].items():
+    for name, entry in lossless_summary().items():
         parts.append(
             f"Losslessness, {name}: {entry['num_prompts']} prompts, {entry['num_tokens']} tokens, "
             f"{entry['num_different']} outputs differ from plain decoding, {entry['num_unexplained']} of them by more "
