@@ -2,7 +2,8 @@
 
     python scripts/check_lossless_demo.py --prompts FILE [FILE ...] --output docs/results/demo_lossless.json
 
-Every prompt is decoded plainly, with DLoop off, and with DLoop wide open (every stage is followed by another one).
+Every prompt is decoded plainly, with DLoop off, and with DLoop wide open (every stage is followed by another one, up to
+three), with the drafter's own stage length.
 Each difference is listed with the gap of the target's two best logits; one with a gap of at least 1e-5 is a failure
 and makes the exit code 1. An interrupted run goes on where it stopped.
 """
@@ -44,8 +45,8 @@ def main() -> None:
     target, tokenizer = load_demo_target()
     drelay = DRelayModel.from_pretrained(resolve_drafter(arguments.drafter))
     views = {
-        "DLoop off": drelay.with_options(loop_gate=None, num_draft_tokens=None),
-        "DLoop wide open": drelay.with_options(loop_gate=float("-inf"), max_stages=3, num_draft_tokens=None),
+        "DLoop off": drelay.with_options(loop_gate=None),
+        "DLoop wide open": drelay.with_options(loop_gate=float("-inf"), max_stages=3),
     }
     record = {
         "command": "scripts/check_lossless_demo.py",
