@@ -2,10 +2,10 @@
 
     python scripts/check_lossless_demo.py --prompts FILE [FILE ...] --output docs/results/demo_lossless.json
 
-Every prompt is decoded plainly, with DLoop off, and with DLoop wide open (every stage is followed by another one, up to
-three), with the drafter's own stage length.
-Each difference is listed with the gap of the target's two best logits; one with a gap of at least 1e-5 is a failure
-and makes the exit code 1. An interrupted run goes on where it stopped.
+Every prompt is decoded plainly, with DLoop off, and with DLoop wide open (every stage is followed by another one,
+up to three), with the drafter's own stage length. Each difference is listed with the gap of the target's two best
+logits; one with a gap of at least 1e-5 is a failure and makes the exit code 1. An interrupted run goes on where it
+stopped.
 """
 
 import argparse
