@@ -23,7 +23,8 @@ def replay_response(view, target, input_ids, prompt_length, max_length=None, sta
         target (`PreTrainedModel`): The target that wrote the response.
         input_ids (`torch.LongTensor` of shape `(T,)`): Prompt and response.
         prompt_length (`int`): Tokens of the prompt.
-        max_length (`int`, *optional*): Length limit of the call that wrote the response; `T` by default.
+        max_length (`int`, *optional*): Length limit of the call that wrote the response. By default `T`, or beyond a
+            whole round when the response ends with an end token.
         states (`torch.FloatTensor` of shape `(T, L*H)`, *optional*): Tapped hidden states, if they are known already.
     """
     adapter = view.model.adapter(target)
@@ -31,7 +32,11 @@ def replay_response(view, target, input_ids, prompt_length, max_length=None, sta
     if states is None:
         outputs = target.get_decoder()(input_ids=ids[None], output_hidden_states=True, use_cache=False)
         states = adapter.tapped(outputs.hidden_states, view.config.target_layer_ids)[0]
-    generation_config = GenerationConfig(do_sample=False, max_length=max_length or len(ids))
+    if max_length is None:
+        max_length = len(ids)
+        if ids[-1].item() in view.config.eos_token_ids:  # it ended by itself, so the call had room for a whole round
+            max_length += view.options.max_stages * view.config.num_drafts + 1
+    generation_config = GenerationConfig(do_sample=False, max_length=max_length)
     generation_config._eos_token_tensor = torch.tensor(view.config.eos_token_ids, device=target.device)
     generator = view.build_candidate_generator(target, generation_config, ids[None], LogitsProcessorList(), {})
     end, fed = len(ids), 0

@@ -115,6 +115,20 @@ def assert_same(real, replayed):
     assert {name: getattr(replayed, name) for name in FIELDS} == {name: getattr(real, name) for name in FIELDS}
 
 
+def possible_ends() -> list[tuple[int, int]]:
+    """Numbers of responses, and tokens that first occur after the first few of their tokens."""
+    texts = [ids[PROMPT_LENGTH:].tolist() for ids in greedy_responses()]
+    pairs = [(n, token) for n, text in enumerate(texts) for token in sorted(set(text)) if text.index(token) >= 4]
+    assert len(pairs) >= 4
+    return pairs
+
+
+def set_end(view, end, monkeypatch) -> None:
+    """Make `end` the end token of the target and of the drafter."""
+    monkeypatch.setattr(make_target().generation_config, "eos_token_id", end)
+    monkeypatch.setattr(view.config, "eos_token_id", end)
+
+
 class TestEqualsRealDrafting:
     @every_layout
     @every_option
@@ -127,17 +141,14 @@ class TestEqualsRealDrafting:
 
     @every_layout
     @pytest.mark.parametrize("options", [OPTIONS["selector"], OPTIONS["loop"]], ids=["selector", "loop"])
-    @pytest.mark.parametrize("place", [9, 14])
-    def test_rounds_are_the_same_when_an_end_token_ends_the_response(self, layout, options, place, monkeypatch):
+    def test_rounds_are_the_same_when_an_end_token_ends_the_response(self, layout, options, monkeypatch):
         """Any token of the text may become the end token; drafts stop behind it, right or wrong."""
-        drelay = make_drelay(layout)
-        end = greedy_responses()[0][PROMPT_LENGTH + place].item()
-        monkeypatch.setattr(make_target().generation_config, "eos_token_id", end)
-        monkeypatch.setattr(drelay.config, "eos_token_id", end)
-        view = drelay.with_options(**options)
-        real, replayed, output = real_and_replayed(view, make_prompts()[0])
-        assert output[-1] == end and len(output) < PROMPT_LENGTH + NUM_NEW
-        assert_same(real, replayed)
+        view = make_drelay(layout).with_options(**options)
+        for number, end in possible_ends():
+            set_end(view, end, monkeypatch)
+            real, replayed, output = real_and_replayed(view, make_prompts()[number])
+            assert output[-1] == end and len(output) < PROMPT_LENGTH + NUM_NEW
+            assert_same(real, replayed)
 
     @pytest.mark.parametrize("max_new_tokens", range(1, 7))
     def test_rounds_are_the_same_when_there_is_hardly_room(self, max_new_tokens):
@@ -183,6 +194,17 @@ class TestArguments:
         total = replay(view, make_target(), examples, num_response)
         assert total.num_committed == [n for statistics in alone for n in statistics.num_committed]
         assert total.num_plain_rounds == sum(statistics.num_plain_rounds for statistics in alone)
+
+    @every_layout
+    def test_response_with_an_end_token_counts_as_in_a_call_with_room_left(self, layout, monkeypatch):
+        """Only a response that was cut ends at a length limit; one that ended by itself had room to draft on."""
+        view = make_drelay(layout).with_options()
+        for number, end in possible_ends():
+            set_end(view, end, monkeypatch)
+            real, _, output = real_and_replayed(view, make_prompts()[number], max_new_tokens=2 * NUM_NEW)
+            assert output[-1] == end
+            example = ResponseExample(output, PROMPT_LENGTH, "p", "greedy")
+            assert replay(view, make_target(), [example]).num_committed == real.num_committed
 
     def test_tokens_of_all_rounds_are_the_response_but_its_first(self):
         """The prefill gives the first token; every other one is committed by a round."""

@@ -111,6 +111,7 @@ LAYOUTS = [
     {"layout": "shifted", "layer_types": [SLIDING, SLIDING], "sliding_window": 3, "block_causal": [False, True]},
     {"layout": "shifted", "use_mask_embedding": False, "mask_token_id": 7},
     {"layout": "shifted", "draft_vocab_size": 12},
+    {"layout": "shifted", "pool_size": 30},
 ]
 every_layout = pytest.mark.parametrize(
     "fields", LAYOUTS, ids=lambda fields: "-".join(f"{k}={v}" for k, v in fields.items())
@@ -239,7 +240,9 @@ def naive_terms(run, drelay, config) -> dict[str, float]:
             row = logits[n, i]
             others = sorted((z.item() for c, z in enumerate(row) if c != column), reverse=True)
             sums["base"] += weight * -row.log_softmax(0)[column].item()
-            sums["support"] += weight * max(0.0, others[C - 1] - row[column].item() + config.support_margin)
+            sums["support"] += weight * max(
+                0.0, others[drelay.config.pool_size - 1] - row[column].item() + config.support_margin
+            )
             weights["base"] += weight
             weights["support"] += weight
         if not run.recorder.head_inputs:
@@ -394,7 +397,7 @@ class TestGradients:
 
     def test_weight_of_the_selectors_loss_gets_no_gradient(self, target, monkeypatch):
         """The contribution weight says where to learn; lowering it must not become a way to lower the loss."""
-        drelay = make_drelay(target)
+        drelay = make_drelay(target, pool_size=30)  # so large that neighboring slots hold their tokens
         config = ObjectiveConfig(contribution=1.0, freeze_backbone=True)
         run = run_objective(drelay, target, monkeypatch, config)
         (found,) = torch.autograd.grad(run.loss, run.recorder.scores[0], retain_graph=True)
