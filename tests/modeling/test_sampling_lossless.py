@@ -139,7 +139,7 @@ def p_value(target, texts, processors=(), only=None) -> float:
 
 
 PENALTIES = (RepetitionPenaltyLogitsProcessor, NoRepeatNGramLogitsProcessor, SequenceBiasLogitsProcessor)
-BIAS = {(0,): 1.0, (2, 3): -2.0, (4,): -0.5}
+BIAS = {(0,): 2.5, (2, 3): -2.0, (4,): -2.5}
 
 # Arguments of generate() and the processors they stand for, in the host's order.
 SETTINGS = {
@@ -149,14 +149,14 @@ SETTINGS = {
     "top_p": ({"temperature": 0.7, "top_p": 0.8}, [TemperatureLogitsWarper(0.7), TopPLogitsWarper(0.8)]),
     "min_p": ({"min_p": 0.2}, [MinPLogitsWarper(0.2)]),
     "repetition_penalty": (
-        {"repetition_penalty": 2.5, "temperature": 0.7},
-        [RepetitionPenaltyLogitsProcessor(2.5), TemperatureLogitsWarper(0.7)],
+        {"repetition_penalty": 5.0, "temperature": 0.9},
+        [RepetitionPenaltyLogitsProcessor(5.0), TemperatureLogitsWarper(0.9)],
     ),
     "bias_and_suppression": (
         {"sequence_bias": BIAS, "suppress_tokens": [5], "top_k": 4},
         [SequenceBiasLogitsProcessor(BIAS), SuppressTokensLogitsProcessor([5]), TopKLogitsWarper(4)],
     ),
-    "no_repeat_ngram": ({"no_repeat_ngram_size": 2}, [NoRepeatNGramLogitsProcessor(2)]),
+    "no_repeat_ngram": ({"no_repeat_ngram_size": 3}, [NoRepeatNGramLogitsProcessor(3)]),
 }
 
 # Setting, proposal, gate: each setting with "sample", the ones of the host's main features with both and both gates.
@@ -225,9 +225,9 @@ def test_text_follows_the_targets_law_when_generation_may_stop_inside_a_block(
 @pytest.mark.parametrize(("proposal", "gate"), [("sample", ALWAYS), ("greedy", None)], ids=["sample", "greedy"])
 def test_first_three_tokens_follow_their_joint_law(target, drafter, proposal, gate):
     # By enumeration, so that dependence between the tokens of a round would show as well.
-    _, processors = SETTINGS["repetition_penalty"]
+    kwargs, processors = SETTINGS["repetition_penalty"]
     view = drafter.with_options(loop_gate=gate, proposal=proposal)
-    texts = draw(target, view, 350, 4, repetition_penalty=2.5, temperature=0.7)
+    texts = draw(target, view, 350, 4, **kwargs)
     expected, observed = {}, {}
     for first in range(SIZE):  # the prefill's token
         expected[first] = torch.zeros(SIZE, SIZE, dtype=torch.double)
