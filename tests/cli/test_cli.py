@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import hf_drelay
 from hf_drelay import cli, targets
+from hf_drelay.cli import environment
 
 
 ANSWER = [5, 6, 7, 2]
@@ -228,7 +229,7 @@ class TestEnv:
             assert re.search(rf"^{name}: .+", result.stdout, re.MULTILINE)
 
     def test_missing_library_is_said(self):
-        assert cli._version("no-such-distribution") == "not installed"
+        assert environment._version("no-such-distribution") == "not installed"
 
 
 def test_help_is_shown_without_a_command():

@@ -1,14 +1,6 @@
-"""Command line of hf_drelay. Thin: it parses, calls the library, prints.
+"""`hf-drelay generate`: stream an answer, then say what the drafter won."""
 
-Bad input ends in one sentence and exit code 2. Heavy imports happen inside the commands, so that `--help` is quick.
-"""
-
-import math
-import os
-import platform
-from contextlib import contextmanager
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -16,21 +8,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-
-app = typer.Typer(
-    help="Lossless speculative decoding with DRelay drafters.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+from .shared import (
+    Dtype,
+    errors_as_sentences,
+    format_number,
+    load_drafter,
+    load_target,
+    parse_loop_gate,
+    prepare_libraries,
 )
-
-
-class Dtype(StrEnum):
-    """Types a target can be loaded in."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
 
 
 class Proposal(StrEnum):
@@ -40,7 +26,6 @@ class Proposal(StrEnum):
     GREEDY = "greedy"
 
 
-@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to answer, or to continue with `--raw`.")],
     target: Annotated[
@@ -73,7 +58,7 @@ def generate(
     """Stream an answer through a drafter, then compare its speed with plain generation."""
     from hf_drelay.evaluation.timing import timed_generate
 
-    with _errors_as_sentences():
+    with errors_as_sentences():
         sampling = _sampling_arguments(temperature, top_p=top_p, top_k=top_k, min_p=min_p)
         options = _draft_options(
             loop_gate, max_stages=max_stages, proposal=proposal, num_draft_tokens=num_draft_tokens
@@ -83,13 +68,13 @@ def generate(
                 f"`--drafter` is missing: the bundled drafter fits the demo target only, not {target!r}. Pass the "
                 "folder or Hub id of a drafter that was trained for this target."
             )
-        _prepare_libraries(threads)
+        prepare_libraries(threads)
         notes = Console(stderr=True, quiet=quiet)
         with notes.status("Loading target and drafter (the demo target is fetched on first use)"):
             # The small one first: it checks the options before the large one is loaded or fetched.
-            drelay = _load_drafter(drafter)
+            drelay = load_drafter(drafter)
             view = drelay.with_options(**options)
-            model, tokenizer = _load_target(target, dtype)
+            model, tokenizer = load_target(target, dtype)
             drelay.to(model.device)
         inputs = _encode(prompt, tokenizer, drelay.config, raw).to(model.device)
         arguments = {"max_new_tokens": max_new_tokens, **sampling}
@@ -106,43 +91,6 @@ def generate(
         plain = timed_generate(model, inputs, seed, **arguments) if compare else None
         typer.echo()
         Console().print(_result_table(statistics, drafted_ids, drafted_s, plain, is_greedy=temperature == 0))
-
-
-@app.command()
-def env() -> None:
-    """Print versions and hardware, as a bug report needs them."""
-    import torch
-
-    import hf_drelay
-    from hf_drelay.evaluation.records import cpu_name
-
-    cuda = torch.cuda.is_available()
-    rows = {
-        "hf_drelay": hf_drelay.__version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        **{name: _version(name) for name in ("torch", "transformers", "huggingface-hub", "tokenizers", "gguf")},
-        "cpu": cpu_name(),
-        "cpu cores": str(os.cpu_count()),
-        "torch threads": str(torch.get_num_threads()),
-        "device": "cuda" if cuda else "cpu",
-        "gpu": torch.cuda.get_device_name() if cuda else "none",
-    }
-    for name, value in rows.items():
-        typer.echo(f"{name}: {value}")
-
-
-@contextmanager
-def _errors_as_sentences():
-    """Turn errors about the input into one line on stderr and exit code 2; bugs keep their trace."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except (ValueError, OSError, ImportError, NotImplementedError, SafetensorError) as error:
-        # Messages of the libraries below span several lines.
-        typer.echo("Error: " + " ".join(str(error).split()), err=True)
-        raise typer.Exit(2) from error
 
 
 def _sampling_arguments(temperature: float, **filters: float | None) -> dict:
@@ -166,48 +114,8 @@ def _draft_options(loop_gate: str | None, **options) -> dict:
     if "proposal" in given:
         given["proposal"] = str(given["proposal"])
     if loop_gate is not None:
-        given["loop_gate"] = _parse_loop_gate(loop_gate)
+        given["loop_gate"] = parse_loop_gate(loop_gate)
     return given
-
-
-def _parse_loop_gate(text: str) -> float | None:
-    if text == "off":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"`--loop-gate` is {text!r}; give a number of at most 0, such as -0.5, or `off`.") from None
-
-
-def _prepare_libraries(threads: int | None) -> None:
-    import torch
-    from transformers.utils import logging
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    # One spinner stands for all loading; bars for single weight files would tear it apart.
-    logging.disable_progress_bar()
-
-
-def _load_target(name_or_path: str | None, dtype: Dtype | None):
-    """Load the named target, or the demo target, onto the GPU if there is one. Returns `(model, tokenizer)`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from hf_drelay.targets import load_demo_target
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if name_or_path is None:
-        return load_demo_target(dtype=getattr(torch, dtype or Dtype.FLOAT32), device=device)
-    model = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=str(dtype or "auto")).to(device)
-    return model, AutoTokenizer.from_pretrained(name_or_path)
-
-
-def _load_drafter(name_or_path: str | None):
-    from hf_drelay import DRelayModel
-    from hf_drelay.targets import resolve_drafter
-
-    return DRelayModel.from_pretrained(resolve_drafter(name_or_path))
 
 
 def _encode(prompt: str, tokenizer, drafter_config, raw: bool):
@@ -259,8 +167,8 @@ def _result_table(statistics, drafted_ids, drafted_s, plain, *, is_greedy: bool)
         ("tokens/s, prefill included", f"{len(drafted_ids) / drafted_s:.1f}"),
     ]
     extra = [
-        ("acceptance length τ (bonus counted)", _number(statistics.acceptance_length, 2)),
-        ("stages per round", _number(statistics.mean_stages, 2)),
+        ("acceptance length τ (bonus counted)", format_number(statistics.acceptance_length, 2)),
+        ("stages per round", format_number(statistics.mean_stages, 2)),
         ("repairs right / harmful", f"{statistics.num_repaired_right} / {statistics.num_repaired_harmful}"),
     ]
     if plain is None:
@@ -281,18 +189,3 @@ def _result_table(statistics, drafted_ids, drafted_s, plain, *, is_greedy: bool)
     if is_greedy:
         table.add_row("same tokens as without", "yes" if drafted_ids == plain_ids else "no")
     return table
-
-
-def _number(value: float, digits: int) -> str:
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-if __name__ == "__main__":
-    app()
