@@ -14,6 +14,23 @@ from transformers import PreTrainedConfig
 LAYOUTS = ("fill_in", "shifted")
 PROPOSALS = ("sample", "greedy")
 
+# Sizes that must be whole numbers of at least 1, whatever the rest is.
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "num_target_layers",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "selector_hidden_size",
+    "selector_num_heads",
+    "block_size",
+    "pool_size",
+    "history_window",
+)
+
 # Keys that transformers itself puts into a configuration; every other unknown key is a mistake of the caller.
 _HOST_KEYS = {
     "attn_implementation",
@@ -200,11 +217,7 @@ class DRelayConfig(PreTrainedConfig):
     max_stages: int = 3
 
     def __post_init__(self, **kwargs):
-        unknown = [key for key in kwargs if key not in _HOST_KEYS and not key.startswith("_")]
-        if unknown:
-            close = difflib.get_close_matches(unknown[0], self.__dataclass_fields__, n=1)
-            hint = f" Did you mean `{close[0]}`?" if close else " See the docstring of DRelayConfig for the fields."
-            raise ValueError(f"Unknown configuration field `{unknown[0]}`.{hint}")
+        self._refuse_unknown(kwargs)
         if self.rope_parameters is None:
             theta = kwargs.pop("rope_theta", None) or 1_000_000.0
             self.rope_parameters = {"rope_type": "default", "rope_theta": theta}
@@ -219,10 +232,23 @@ class DRelayConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        result = super().from_dict(config_dict, **kwargs)
+        wants_unused = kwargs.pop("return_unused_kwargs", False)
+        config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         # Overrides are set on the finished configuration and could contradict it.
-        (result[0] if isinstance(result, tuple) else result)._check_fields()
-        return result
+        config._check_fields()
+        if wants_unused:  # what is no field is then an argument of the model
+            return config, unused
+        cls._refuse_unknown(unused)
+        return config
+
+    @classmethod
+    def _refuse_unknown(cls, fields: dict) -> None:
+        """Raise a `ValueError` for the first of `fields` that neither this class nor transformers knows."""
+        unknown = [key for key in fields if key not in _HOST_KEYS and not key.startswith("_")]
+        if unknown:
+            close = difflib.get_close_matches(unknown[0], cls.__dataclass_fields__, n=1)
+            hint = f" Did you mean `{close[0]}`?" if close else " See the docstring of DRelayConfig for the fields."
+            raise ValueError(f"Unknown configuration field `{unknown[0]}`.{hint}")
 
     @property
     def num_drafts(self) -> int:
@@ -274,6 +300,7 @@ class DRelayConfig(PreTrainedConfig):
             "num_key_value_heads": getattr(text, "num_key_value_heads", None) or num_heads,
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // num_heads,
             "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "hidden_act": getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "silu",
             "attention_bias": bool(getattr(text, "attention_bias", False)),
             "max_position_embeddings": getattr(text, "max_position_embeddings", None) or 2048,
             "rope_parameters": _drafter_rope(text),
@@ -297,6 +324,9 @@ class DRelayConfig(PreTrainedConfig):
             if not holds:
                 raise ValueError(message)
 
+        for name in _COUNTS:
+            value = getattr(self, name)
+            require(_is_count(value), f"`{name}` is {value!r}; expected a whole number of at least 1.")
         require(self.layout in LAYOUTS, f"`layout` is {self.layout!r}; expected one of {LAYOUTS}.")
         require(
             K >= 1 and self.block_size >= 2,
@@ -328,8 +358,9 @@ class DRelayConfig(PreTrainedConfig):
             f"`sliding_window` is {self.sliding_window}; 'sliding_attention' layers need a window of at least 2.",
         )
         require(
-            0 <= self.mask_token_id < self.vocab_size,
-            f"`mask_token_id` {self.mask_token_id} lies outside the vocabulary of `vocab_size` {self.vocab_size}.",
+            isinstance(self.mask_token_id, int) and 0 <= self.mask_token_id < self.vocab_size,
+            f"`mask_token_id` {self.mask_token_id!r} must be a token of the vocabulary of `vocab_size` "
+            f"{self.vocab_size}.",
         )
         require(
             self.draft_vocab_size is None or 0 < self.draft_vocab_size <= self.vocab_size,
@@ -349,8 +380,10 @@ class DRelayConfig(PreTrainedConfig):
             f"`selector_hidden_size` {self.selector_hidden_size} must be a multiple of `selector_num_heads` "
             f"{self.selector_num_heads}.",
         )
-        require(self.history_window >= 1, f"`history_window` is {self.history_window}; it must be at least 1.")
-        require(self.pair_rank >= 0, f"`pair_rank` is {self.pair_rank}; use 0 to turn the pair path off.")
+        require(
+            self.pair_rank == 0 or _is_count(self.pair_rank),
+            f"`pair_rank` is {self.pair_rank!r}; use 0 to turn the pair path off.",
+        )
         require(
             self.provisional_norm in ("final", "hidden"),
             f"`provisional_norm` is {self.provisional_norm!r}; expected 'final' or 'hidden'.",

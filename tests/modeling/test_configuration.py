@@ -302,13 +302,17 @@ class TestErrors:
             ({"layer_types": ["full_attention", "linear"]}, "`layer_types` .*'linear'.* may hold only"),
             ({"layer_types": ["sliding_attention"] * 2}, "`sliding_window` is None"),
             ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 1}, "`sliding_window` is 1"),
-            ({"mask_token_id": 64}, "`mask_token_id` 64 lies outside .*`vocab_size` 64"),
-            ({"mask_token_id": -1}, "`mask_token_id` -1 lies outside"),
+            ({"mask_token_id": 64}, "`mask_token_id` 64 must be a token .*`vocab_size` 64"),
+            ({"mask_token_id": -1}, "`mask_token_id` -1 must be a token"),
             ({"draft_vocab_size": 65}, "`draft_vocab_size` 65 must lie between 1 and `vocab_size` 64"),
             ({"draft_vocab_size": 0}, "`draft_vocab_size` 0 must lie"),
             ({"pool_size": 65}, "`pool_size` 65 must lie between 1 and the 64 tokens"),
             ({"pool_size": 8, "draft_vocab_size": 7}, "`pool_size` 8 must lie between 1 and the 7 tokens"),
-            ({"pool_size": 0}, "`pool_size` 0 must lie"),
+            ({"pool_size": 0}, "`pool_size` is 0; expected a whole number"),
+            ({"block_size": 2.5}, "`block_size` is 2.5; expected a whole number"),
+            ({"num_key_value_heads": 0}, "`num_key_value_heads` is 0; expected a whole number"),
+            ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0; expected a whole number"),
+            ({"mask_token_id": None}, "`mask_token_id` None must be a token"),
             ({"pool_size": 1}, "`pool_size` 1 leaves the selector no choice"),
             ({"selector_num_heads": 3}, "`selector_hidden_size` 16 .* `selector_num_heads` 3"),
             ({"history_window": 0}, "`history_window` is 0"),
@@ -334,6 +338,14 @@ class TestErrors:
         DRelayConfig(**SMALL).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match="`block_size` 1"):
             DRelayConfig.from_pretrained(tmp_path, block_size=1)
+
+    def test_unknown_override_of_a_saved_file_raises(self, tmp_path):
+        DRelayConfig(**SMALL).save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="`blok_size`. Did you mean `block_size`"):
+            DRelayConfig.from_pretrained(tmp_path, blok_size=5)
+        config, unused = DRelayConfig.from_pretrained(tmp_path, return_unused_kwargs=True, blok_size=5)
+        assert config.block_size == SMALL["block_size"]
+        assert unused == {"blok_size": 5}
 
     def test_pool_of_one_is_fine_without_a_selector(self):
         assert DRelayConfig(**SMALL | {"pool_size": 1, "use_selector": False}).pool_size == 1
