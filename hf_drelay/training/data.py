@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tqdm.auto import tqdm
 
 
 @dataclass
@@ -127,49 +126,3 @@ def frequent_tokens(examples: Iterable[ResponseExample], size: int, always: Iter
             break
         chosen.setdefault(token)
     return torch.tensor(sorted(chosen))
-
-
-@torch.no_grad()
-def generate_responses(
-    target,
-    tokenizer,
-    prompts: list[str],
-    max_new_tokens: int = 256,
-    batch_size: int = 16,
-    quiet: bool = False,
-    **sampling,
-) -> Iterator[dict]:
-    """
-    The target's own responses, longest prompts first, in batches.
-
-    Args:
-        target, tokenizer: The target and its tokenizer (left padding is used).
-        prompts (`list[str]`): User texts.
-        sampling: Further arguments of `generate()`, e.g. `do_sample=True, temperature=0.8`; greedy without them.
-
-    Yields:
-        Rows of a response file.
-    """
-    mode = "sample" if sampling.get("do_sample") else "greedy"
-    ends = target.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
-    pad = target.generation_config.pad_token_id
-    pad = 0 if pad is None else pad  # masked positions may hold any token
-    encoded = sorted(((encode_prompt(tokenizer, p), p) for p in prompts), key=lambda pair: -len(pair[0]))
-    with tqdm(total=len(prompts), desc="responses", unit="prompt", disable=quiet) as bar:
-        for start in range(0, len(encoded), batch_size):
-            batch = encoded[start : start + batch_size]
-            width = max(len(ids) for ids, _ in batch)
-            ids = torch.tensor([[pad] * (width - len(i)) + i for i, _ in batch])
-            mask = torch.tensor([[0] * (width - len(i)) + [1] * len(i) for i, _ in batch])
-            output = target.generate(
-                ids.to(target.device),
-                attention_mask=mask.to(target.device),
-                max_new_tokens=max_new_tokens,
-                pad_token_id=pad,
-                **({"do_sample": False} | sampling),
-            )
-            for (_, prompt), row in zip(batch, output[:, width:].tolist(), strict=True):
-                end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-                yield {"mode": mode, "prompt": prompt, "response_ids": row[:end]}
-            bar.update(len(batch))

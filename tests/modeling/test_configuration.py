@@ -344,7 +344,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="`blok_size`. Did you mean `block_size`"):
             DRelayConfig.from_pretrained(tmp_path, blok_size=5)
         config, unused = DRelayConfig.from_pretrained(tmp_path, return_unused_kwargs=True, blok_size=5)
-        assert config.block_size == SMALL["block_size"]
+        assert config.block_size == DRelayConfig(**SMALL).block_size
         assert unused == {"blok_size": 5}
 
     def test_pool_of_one_is_fine_without_a_selector(self):

@@ -1,0 +1,207 @@
+"""The target's own responses: prompts -> shards of a response file.
+
+Rows are decoded in batches of similar length by the target's own `generate()`, a span of tokens at a time: between two
+spans the rows that ended leave the batch, and their place in the cache with them.
+"""
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+from transformers import DynamicCache, set_seed
+
+from hf_drelay.evaluation.records import write_json
+
+from .data import encode_prompt
+
+
+@dataclass
+class Decoding:
+    """
+    How responses are decoded.
+
+    Attributes:
+        max_new_tokens (`int`): Longest response.
+        temperature (`float`): 0 decodes greedily.
+        top_p (`float`): Nucleus, under sampling.
+        top_k (`int`): Candidates of a token under sampling; 0 keeps all.
+        batch_size (`int`): Rows decoded together.
+        span (`int`): Tokens between two looks at which rows have ended.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 0.95
+    top_k: int = 64
+    batch_size: int = 32
+    span: int = 32
+
+    def __post_init__(self):
+        for name in ("max_new_tokens", "batch_size", "span"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; expected at least 1.")
+        if self.temperature < 0:
+            raise ValueError(f"`temperature` is {self.temperature}; expected 0 (greedy) or above.")
+
+    @property
+    def mode(self) -> str:
+        """Name of this kind of decoding in a response file."""
+        return "sample" if self.temperature > 0 else "greedy"
+
+    @property
+    def arguments(self) -> dict:
+        """Arguments of `generate()`."""
+        if self.temperature == 0:
+            return {"do_sample": False}
+        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+
+
+@torch.no_grad()
+def decode_batch(target, prompts: list[list[int]], decoding: Decoding) -> list[list[int]]:
+    """
+    Responses to prompts of token ids, each cut behind its first end token.
+
+    Args:
+        target (`PreTrainedModel`): Decoder-only target with a cache that rows can be taken from.
+        prompts (`list[list[int]]`): Token ids; padded on the left to a common length.
+    """
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    pad = target.generation_config.pad_token_id
+    pad = 0 if pad is None else pad  # masked positions may hold any token
+    width = max(len(ids) for ids in prompts)
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts], device=target.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=target.device)
+    responses: list[list[int]] = [[] for _ in prompts]
+    active = list(range(len(prompts)))  # which prompt each row of the batch answers
+    cache = DynamicCache(config=target.config)
+    left = decoding.max_new_tokens
+    while active and left > 0:
+        span = min(decoding.span, left)
+        output = target.generate(
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            max_new_tokens=span,
+            pad_token_id=pad,
+            return_dict_in_generate=True,
+            **decoding.arguments,
+        )
+        new_ids = output.sequences[:, ids.shape[1] :]
+        left -= new_ids.shape[1]
+        going_on = []
+        for row, tokens in enumerate(new_ids.tolist()):
+            end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
+            responses[active[row]] += tokens[:end]
+            if end is None:
+                going_on.append(row)
+        if len(going_on) < len(active):
+            active = [active[row] for row in going_on]
+            if active:
+                cache.batch_select_indices(torch.tensor(going_on, device=ids.device))
+        ids = output.sequences[going_on]
+        mask = torch.cat([mask, torch.ones_like(new_ids)], dim=1)[going_on]
+    return responses
+
+
+def generate_responses(
+    target, tokenizer, prompts: list[str], decoding: Decoding | None = None, quiet: bool = False
+) -> Iterator[dict]:
+    """
+    Rows of a response file for user texts, longest prompts first, so that the largest batch fails at once if it does
+    not fit into memory.
+    """
+    decoding = decoding or Decoding()
+    encoded = sorted(((encode_prompt(tokenizer, p), p) for p in prompts), key=lambda pair: -len(pair[0]))
+    with tqdm(total=len(prompts), desc="responses", unit="prompt", disable=quiet) as bar:
+        for start in range(0, len(encoded), decoding.batch_size):
+            batch = encoded[start : start + decoding.batch_size]
+            responses = decode_batch(target, [ids for ids, _ in batch], decoding)
+            for (_, prompt), response_ids in zip(batch, responses, strict=True):
+                yield {"mode": decoding.mode, "prompt": prompt, "response_ids": response_ids}
+            bar.update(len(batch))
+
+
+def write_responses(
+    target,
+    tokenizer,
+    prompts: list[str],
+    folder: str | Path,
+    decoding: Decoding | None = None,
+    shard_size: int = 512,
+    seed: int = 0,
+    quiet: bool = False,
+) -> list[Path]:
+    """
+    Write the responses to `prompts` as shards into `folder`. A shard appears when it is whole; an interrupted call goes
+    on with the first missing one and ends with the very files of an uninterrupted call.
+
+    Args:
+        shard_size (`int`): Prompts of one shard.
+        seed (`int`): Sampling starts from it anew in each shard.
+
+    Returns:
+        Paths of all shards.
+
+    Raises:
+        ValueError: If `folder` holds shards of other prompts or of another way of decoding.
+    """
+    decoding = decoding or Decoding()
+    folder = Path(folder)
+    # Of similar length within a shard, so that its batches waste little on padding.
+    prompts = sorted(dict.fromkeys(prompts), key=len)
+    shards = [prompts[start : start + shard_size] for start in range(0, len(prompts), shard_size)]
+    plan = {
+        "target": target.name_or_path,
+        "decoding": asdict(decoding),
+        "seed": seed,
+        "shard_size": shard_size,
+        "num_prompts": len(prompts),
+        "first_prompts": [shard[0] for shard in shards],
+    }
+    _claim(folder, plan)
+    paths = [folder / f"responses-{i:05d}-of-{len(shards):05d}.jsonl.gz" for i in range(len(shards))]
+    num_tokens, started = 0, time.perf_counter()
+    with tqdm(total=len(prompts), desc="responses", unit="prompt", disable=quiet) as bar:
+        for i, (path, shard) in enumerate(zip(paths, shards, strict=True)):
+            if path.exists():
+                bar.update(len(shard))
+                continue
+            set_seed(seed + i)
+            rows = []
+            for row in generate_responses(target, tokenizer, shard, decoding, quiet=True):
+                rows.append(row)
+                num_tokens += len(row["response_ids"])
+                bar.update()
+                bar.set_postfix_str(f"{num_tokens / (time.perf_counter() - started):.0f} tokens/s")
+            _write_rows(path, rows)
+    return paths
+
+
+def _claim(folder: Path, plan: dict) -> None:
+    """Note in `folder` what its shards are made of, or check that they are made of the same."""
+    file = folder / "plan.json"
+    if not file.exists():
+        write_json(file, plan)
+        return
+    other = json.loads(file.read_text(encoding="utf-8"))
+    different = [name for name in plan if other.get(name) != json.loads(json.dumps(plan[name]))]
+    if different:
+        raise ValueError(
+            f"`{folder}` holds responses made with another `{different[0]}`; give an empty folder, or the same "
+            "arguments to go on."
+        )
+
+
+def _write_rows(path: Path, rows: list[dict]) -> None:
+    part = path.with_name(path.name + ".part")
+    with gzip.open(part, "wt", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+    os.replace(part, path)
