@@ -9,6 +9,7 @@ from transformers import StoppingCriteriaList
 
 _VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 _STATIC_CACHE_SINCE = (5, 24)
+_CACHE_ARGUMENT_SINCE = (5, 24)
 _TUPLE_INDICES_SINCE = (5, 23)
 _CRITERIA_AFTER_VERIFICATION_SINCE = (5, 18)
 
@@ -67,6 +68,11 @@ def cache_argument(model_kwargs: dict):
     """The cache among the prepared keyword arguments of a call; called `past_key_values` before 5.24."""
     cache = model_kwargs.get("cache")
     return cache if cache is not None else model_kwargs.get("past_key_values")
+
+
+def cache_keyword(cache) -> dict:
+    """Keyword argument of `generate()` that hands a cache over; it was renamed in 5.24."""
+    return {"cache" if _VERSION >= _CACHE_ARGUMENT_SINCE else "past_key_values": cache}
 
 
 def check_hooked_signatures(mixin: type) -> None:

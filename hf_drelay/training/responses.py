@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, set_seed
 
 from hf_drelay.evaluation.records import write_json
+from hf_drelay.modeling.compat import cache_keyword
 
 from .data import encode_prompt
 
@@ -31,6 +33,7 @@ class Decoding:
         temperature (`float`): 0 decodes greedily.
         top_p (`float`): Nucleus, under sampling.
         top_k (`int`): Candidates of a token under sampling; 0 keeps all.
+        min_p (`float`): Least probability of a candidate under sampling, as a share of the best one's.
         batch_size (`int`): Rows decoded together.
         span (`int`): Tokens between two looks at which rows have ended.
     """
@@ -39,6 +42,7 @@ class Decoding:
     temperature: float = 0.0
     top_p: float = 0.95
     top_k: int = 64
+    min_p: float = 0.0
     batch_size: int = 32
     span: int = 32
 
@@ -59,7 +63,20 @@ class Decoding:
         """Arguments of `generate()`."""
         if self.temperature == 0:
             return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        names = ("temperature", "top_p", "top_k", "min_p")
+        return {"do_sample": True} | {name: getattr(self, name) for name in names}
+
+
+@contextmanager
+def _single_query_attention(target):
+    """On a CPU, torch's fused attention takes several times as long as the plain one for single queries."""
+    own = target.config._attn_implementation
+    if target.device.type == "cpu":
+        target.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        target.set_attn_implementation(own)
 
 
 @torch.no_grad()
@@ -71,43 +88,66 @@ def decode_batch(target, prompts: list[list[int]], decoding: Decoding) -> list[l
         target (`PreTrainedModel`): Decoder-only target with a cache that rows can be taken from.
         prompts (`list[list[int]]`): Token ids; padded on the left to a common length.
     """
-    ends = target.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
     pad = target.generation_config.pad_token_id
     pad = 0 if pad is None else pad  # masked positions may hold any token
     width = max(len(ids) for ids in prompts)
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in prompts], device=target.device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=target.device)
+    batch = _Batch(
+        ids=torch.tensor([[pad] * (width - len(row)) + row for row in prompts], device=target.device),
+        mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts], device=target.device),
+        cache=DynamicCache(config=target.config),
+        places=list(range(len(prompts))),
+    )
     responses: list[list[int]] = [[] for _ in prompts]
-    active = list(range(len(prompts)))  # which prompt each row of the batch answers
-    cache = DynamicCache(config=target.config)
-    left = decoding.max_new_tokens
-    while active and left > 0:
-        span = min(decoding.span, left)
-        output = target.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            max_new_tokens=span,
-            pad_token_id=pad,
-            return_dict_in_generate=True,
-            **decoding.arguments,
-        )
-        new_ids = output.sequences[:, ids.shape[1] :]
-        left -= new_ids.shape[1]
-        going_on = []
-        for row, tokens in enumerate(new_ids.tolist()):
-            end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
-            responses[active[row]] += tokens[:end]
-            if end is None:
-                going_on.append(row)
-        if len(going_on) < len(active):
-            active = [active[row] for row in going_on]
-            if active:
-                cache.batch_select_indices(torch.tensor(going_on, device=ids.device))
-        ids = output.sequences[going_on]
-        mask = torch.cat([mask, torch.ones_like(new_ids)], dim=1)[going_on]
+    _decode_span(target, batch, responses, 1, pad, decoding)
+    with _single_query_attention(target):
+        for done in range(1, decoding.max_new_tokens, decoding.span):
+            if not batch.places:
+                break
+            _decode_span(target, batch, responses, min(decoding.span, decoding.max_new_tokens - done), pad, decoding)
     return responses
+
+
+@dataclass
+class _Batch:
+    """Rows still being decoded: ids and mask `(R, T)`, their cache, and which prompt each row answers."""
+
+    ids: torch.LongTensor
+    mask: torch.LongTensor
+    cache: DynamicCache
+    places: list[int]
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all other rows."""
+        if len(rows) == len(self.places):
+            return
+        self.ids, self.mask = self.ids[rows], self.mask[rows]
+        self.places = [self.places[row] for row in rows]
+        if rows:
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.ids.device))
+
+
+def _decode_span(target, batch: _Batch, responses, num_tokens: int, pad: int, decoding: Decoding) -> None:
+    """Decode `num_tokens` more of every row, append them to `responses`, and let the rows that ended go."""
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    output_ids = target.generate(
+        batch.ids,
+        attention_mask=batch.mask,
+        max_new_tokens=num_tokens,
+        pad_token_id=pad,
+        **cache_keyword(batch.cache),
+        **decoding.arguments,
+    )
+    new_ids = output_ids[:, batch.ids.shape[1] :]
+    batch.ids = output_ids
+    batch.mask = torch.cat([batch.mask, torch.ones_like(new_ids)], dim=1)
+    going_on = []
+    for row, (place, tokens) in enumerate(zip(batch.places, new_ids.tolist(), strict=True)):
+        end = next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
+        responses[place] += tokens[:end]
+        if end is None:
+            going_on.append(row)
+    batch.keep(going_on)
 
 
 def generate_responses(
@@ -139,8 +179,8 @@ def write_responses(
     quiet: bool = False,
 ) -> list[Path]:
     """
-    Write the responses to `prompts` as shards into `folder`. A shard appears when it is whole; an interrupted call goes
-    on with the first missing one and ends with the very files of an uninterrupted call.
+    Write the responses to `prompts` as shards into `folder`. A shard appears when it is whole; an interrupted call
+    goes on with the first missing one and ends with the very files of an uninterrupted call.
 
     Args:
         shard_size (`int`): Prompts of one shard.
@@ -205,3 +245,50 @@ def _write_rows(path: Path, rows: list[dict]) -> None:
         for row in rows:
             file.write(json.dumps(row) + "\n")
     os.replace(part, path)
+
+
+def synthesise_prompts(
+    target, tokenizer, num_prompts: int, batch_size: int = 64, max_length: int = 96, seed: int = 0, quiet: bool = False
+) -> list[str]:
+    """
+    User texts that the target itself thinks of when it sees the opening of a user turn of its chat template, so that
+    no data set is needed. Kept are distinct texts that ended by themselves and hold a few words.
+
+    Raises:
+        ValueError: If the tokenizer has no chat template, or hardly any text is usable.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("Prompts cannot be synthesised: the tokenizer has no chat template. Give prompt files.")
+    opening = _user_turn_opening(tokenizer)
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    # Not a nucleus, which would sort the whole vocabulary for each token.
+    decoding = Decoding(max_length, temperature=1.0, top_p=1.0, top_k=0, min_p=0.05, batch_size=batch_size)
+    set_seed(seed)
+    found: dict[str, str] = {}
+    num_tried = 0
+    with tqdm(total=num_prompts, desc="prompts", unit="prompt", disable=quiet) as bar:
+        while len(found) < num_prompts:
+            for ids in decode_batch(target, [opening] * batch_size, decoding):
+                num_tried += 1
+                text = tokenizer.decode(ids, skip_special_tokens=True).strip()
+                if ids[-1] in ends and _is_prompt(text):
+                    found.setdefault(text.casefold(), text)
+            bar.update(min(len(found), num_prompts) - bar.n)
+            if num_tried >= 8 * batch_size and len(found) < num_tried // 20:
+                raise ValueError(
+                    f"Only {len(found)} of {num_tried} synthesised prompts are usable; this target does not write "
+                    "user turns. Give prompt files."
+                )
+    return list(found.values())[:num_prompts]
+
+
+def _user_turn_opening(tokenizer) -> list[int]:
+    """Token ids of the chat template up to where the text of the first user turn begins."""
+    mark = "\u2063drelay\u2063"  # invisible separators, which no template strips or escapes
+    text = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    return tokenizer(text[: text.index(mark)], add_special_tokens=False)["input_ids"]
+
+
+def _is_prompt(text: str) -> bool:
+    return 3 <= len(text.split()) and 12 <= len(text) <= 600 and "\ufffd" not in text

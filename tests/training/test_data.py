@@ -1,4 +1,4 @@
-"""Response files: reading, splitting, the shortlist, and the writing of responses by the target."""
+"""Response files: reading, splitting, the shortlist."""
 
 import gzip
 import json
@@ -8,13 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_drelay.training.data import (
     ResponseExample,
     encode_prompt,
     frequent_tokens,
-    generate_responses,
     load_responses,
     read_jsonl,
     read_prompts,
@@ -160,81 +158,3 @@ class TestFrequentTokens:
         chosen = frequent_tokens([example("a", tokens)], size, always).tolist()
         assert chosen == sorted(set(chosen))
         assert len(chosen) == size and always <= set(chosen)
-
-
-@pytest.fixture
-def target():
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.5,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-PROMPTS = ["a", "longer prompt", "bcd", "another", "x"]
-
-
-@torch.no_grad()
-def greedy_alone(target, prompt, num_tokens=8) -> list[int]:
-    """Greedy tokens of one prompt, one full forward for each."""
-    prompt_ids = FakeTokenizer()(prompt)["input_ids"]
-    ids = prompt_ids
-    for _ in range(num_tokens):
-        ids = ids + [target(torch.tensor([ids])).logits[0, -1].argmax().item()]
-    return ids[len(prompt_ids) :]
-
-
-def cut_behind_end(text, ends) -> list[int]:
-    return text[: min([text.index(end) + 1 for end in ends if end in text], default=len(text))]
-
-
-class TestGenerateResponses:
-    @pytest.mark.parametrize("batch_size", [1, 2, 5])
-    def test_responses_equal_those_of_each_prompt_alone(self, target, batch_size):
-        rows = generate_responses(
-            target, FakeTokenizer(), PROMPTS, max_new_tokens=8, batch_size=batch_size, quiet=True
-        )
-        expected = [{"mode": "greedy", "prompt": p, "response_ids": greedy_alone(target, p)} for p in PROMPTS]
-        assert sorted(rows, key=str) == sorted(expected, key=str)
-
-    @pytest.mark.parametrize("num_ends", [1, 2])
-    def test_responses_end_behind_the_first_end_token(self, target, num_ends):
-        """Rows of a batch end at different places, some at the length limit, and no padding is left behind."""
-        texts = {prompt: greedy_alone(target, prompt) for prompt in PROMPTS}
-        ends = [texts["a"][3], texts["bcd"][5]][:num_ends]
-        target.generation_config.eos_token_id = ends if num_ends > 1 else ends[0]
-        rows = generate_responses(target, FakeTokenizer(), PROMPTS, max_new_tokens=8, quiet=True)
-        found = {row["prompt"]: row["response_ids"] for row in rows}
-        assert found == {prompt: cut_behind_end(text, ends) for prompt, text in texts.items()}
-        assert len({len(ids) for ids in found.values()}) > 1
-
-    def test_longest_prompts_come_first(self, target):
-        rows = generate_responses(target, FakeTokenizer(), PROMPTS, max_new_tokens=2, batch_size=2, quiet=True)
-        lengths = [len(row["prompt"]) for row in rows]
-        assert lengths == sorted(lengths, reverse=True)
-
-    def test_sampled_responses_say_so(self, target):
-        torch.manual_seed(0)
-        arguments = {"max_new_tokens": 8, "quiet": True, "do_sample": True, "temperature": 5.0}
-        rows = list(generate_responses(target, FakeTokenizer(), PROMPTS, **arguments))
-        assert {row["mode"] for row in rows} == {"sample"}
-        assert any(row["response_ids"] != greedy_alone(target, row["prompt"]) for row in rows)
-
-    def test_target_without_a_padding_token_works(self, target):
-        """Llama 3 and others name none; masked positions may hold any token."""
-        expected = {prompt: greedy_alone(target, prompt, 4) for prompt in PROMPTS}
-        target.generation_config.pad_token_id = None
-        rows = generate_responses(target, FakeTokenizer(), PROMPTS, max_new_tokens=4, batch_size=5, quiet=True)
-        assert {row["prompt"]: row["response_ids"] for row in rows} == expected
-
-    def test_rows_make_a_response_file(self, target, tmp_path):
-        rows = list(generate_responses(target, FakeTokenizer(), PROMPTS, max_new_tokens=6, quiet=True))
-        loaded = load_responses(write_jsonl(tmp_path / "r.jsonl.gz", rows), FakeTokenizer())
-        assert {e.prompt for e in loaded} == set(PROMPTS)
