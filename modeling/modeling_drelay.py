@@ -90,6 +90,13 @@ class DRelayModel(DRelayPreTrainedModel):
         adapter.check(self.config)
         return adapter
 
+    def forward(self, objective, **batch):
+        """
+        What `objective` computes for a `batch`, usually `(loss, terms)`. Training goes through here, so that wrappers
+        of the model (mixed precision, data parallelism) see a forward pass; drafting does not.
+        """
+        return objective(**batch)
+
     @torch.no_grad()
     def draft(self, anchor_ids: torch.LongTensor, session: DraftSession, proposal, use_selector=True) -> DraftBlock:
         """

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,8 +36,16 @@ def cpu_name() -> str:
 
 def write_json(path: str | Path, record: dict) -> None:
     """Write a record atomically."""
+    replace_file(path, lambda part: part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8"))
+
+
+def replace_file(path: str | Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside `path`, then put it into its place: nobody ever sees half a file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    try:
+        write(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

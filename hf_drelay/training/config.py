@@ -1,8 +1,18 @@
 """One dataclass for a training run: what Python code, a YAML file and command-line flags all set."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 
+import yaml
 from transformers import TrainingArguments
+
+from .objective import ObjectiveConfig
+
+
+def _field(default, help: str):
+    if isinstance(default, dict | list):
+        return field(default_factory=lambda: type(default)(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -10,55 +20,130 @@ class DRelayTrainingConfig(TrainingArguments):
     r"""
     Arguments of a training run, on top of those of `transformers.TrainingArguments`.
 
-    > Parameters that control the data
+    > What is trained
 
     Args:
+        target (`str`, *optional*): Folder or Hub id of the target; the embedded demo target by default.
+        target_dtype (`str`): Type of its weights while training.
+        drafter (`str`, *optional*): Folder or Hub id of a drafter to start from; a new one by default.
+        preset (`str`, *optional*): Preset of a new drafter's configuration, see [`DRelayConfig.preset`]; derived from
+            the target by default.
+        drafter_config (`dict`): Fields of a new drafter's configuration that differ from the preset's.
+        start_from_target (`bool`): Start a new drafter from the target's last layers.
+
+    > The data
+
+    Args:
+        responses (`list[str]`): Response files.
         num_anchors (`int`): Blocks per sequence and step, drawn anew in every epoch.
         max_length (`int`): Sequences are cut to that many tokens.
         num_held_out (`int`): Examples kept from training to measure replay τ.
         num_replayed (`int`): Held-out greedy responses replayed at each evaluation.
-        feature_bytes (`int`): Memory for hidden states of the target; beyond it they are computed anew each epoch.
+        feature_bytes (`int`): Memory for features of the target; beyond it they are computed anew each epoch.
+        feature_folder (`str`, *optional*): Keep the features there instead of in memory.
+        feature_folder_bytes (`int`): Largest size of that folder; a run that needs more does not start.
 
-    > Parameters that control the objective
+    > The objective
 
     Args:
-        train_selector (`bool`): Train the selector with the backbone; off trains the backbone alone.
+        train_selector (`bool`): Train the selector; off trains the backbone alone.
+        selector_start (`float`): Share of the training after which the selector joins in.
         freeze_backbone (`bool`): Train the selector alone.
         num_selector_anchors (`int`): Blocks per sequence that the selector is trained on.
-        decay, support_weight, support_margin, repair_weight, contribution_floor (`float`): See [`ObjectiveConfig`].
+        loop_start (`float`): Share of the training after which stages are unrolled as DLoop drafts them; 1 is never.
+        loop_depth (`int`): Stages that are unrolled then.
+        loop_tokens (`int`, *optional*): Tokens of such a stage; by default those that the drafter drafts by default.
         contribution_start (`float`): Share of the training after which the slot weight of the selector's loss moves
             linearly from the decay to the contribution weight; 1 keeps the decay.
+        base_loss, soft_weight, slot_weight, decay, support_weight, support_margin, repair_weight, contribution_floor,
+        chunk_rows: See [`ObjectiveConfig`].
+        num_soft_targets (`int`): Tokens of the target's distribution that the base losses with soft targets look at.
+
+    > Stopping
+
+    Args:
+        least_acceptance_length (`float`): A run whose replay τ is lower after `least_after` is stopped as hopeless.
+        least_after (`float`): Share of the training after which that is tested.
     """
 
-    num_anchors: int = field(default=48, metadata={"help": "Blocks per sequence and step."})
-    max_length: int = field(default=512, metadata={"help": "Longest sequence in tokens."})
-    num_held_out: int = field(default=64, metadata={"help": "Examples kept from training."})
-    num_replayed: int = field(default=16, metadata={"help": "Held-out responses replayed at an evaluation."})
-    feature_bytes: int = field(default=8 << 30, metadata={"help": "Memory for hidden states of the target."})
+    target: str | None = _field(None, "Folder or Hub id of the target; default: the embedded demo target.")
+    target_dtype: str = _field("bfloat16", "Type of the target's weights while training.")
+    drafter: str | None = _field(None, "Folder or Hub id of a drafter to start from.")
+    preset: str | None = _field(None, "Preset of a new drafter's configuration.")
+    drafter_config: dict | str | None = _field(None, "Fields of a new drafter's configuration, as JSON.")
+    start_from_target: bool = _field(True, "Start a new drafter from the target's last layers.")
 
-    train_selector: bool = field(default=True, metadata={"help": "Train the selector too."})
-    freeze_backbone: bool = field(default=False, metadata={"help": "Train the selector alone."})
-    num_selector_anchors: int = field(default=16, metadata={"help": "Blocks per sequence for the selector."})
-    decay: float = field(default=4.0, metadata={"help": "Time constant of the slot weight."})
-    support_weight: float = field(default=0.1, metadata={"help": "Weight of the candidate-support loss."})
-    support_margin: float = field(default=0.5, metadata={"help": "Margin of the candidate-support loss."})
-    repair_weight: float = field(default=1.0, metadata={"help": "Weight of the selector's loss."})
-    contribution_floor: float = field(default=0.1, metadata={"help": "Least contribution weight."})
-    contribution_start: float = field(default=1.0, metadata={"help": "Where the contribution weight sets in."})
+    responses: list[str] = _field([], "Response files.")
+    num_anchors: int = _field(48, "Blocks per sequence and step.")
+    max_length: int = _field(512, "Longest sequence in tokens.")
+    num_held_out: int = _field(64, "Examples kept from training.")
+    num_replayed: int = _field(16, "Held-out responses replayed at an evaluation.")
+    feature_bytes: int = _field(8 << 30, "Memory for features of the target.")
+    feature_folder: str | None = _field(None, "Keep features of the target there instead of in memory.")
+    feature_folder_bytes: int = _field(64 << 30, "Largest size of that folder.")
+
+    train_selector: bool = _field(True, "Train the selector.")
+    selector_start: float = _field(0.0, "Where the selector joins in.")
+    freeze_backbone: bool = _field(False, "Train the selector alone.")
+    num_selector_anchors: int = _field(16, "Blocks per sequence for the selector.")
+    loop_start: float = _field(1.0, "Where stages are unrolled as DLoop drafts them.")
+    loop_depth: int = _field(3, "Stages that are unrolled then.")
+    loop_tokens: int | None = _field(None, "Tokens of such a stage.")
+    contribution_start: float = _field(1.0, "Where the contribution weight sets in.")
+    base_loss: str = _field("ce", "ce, kl or l1.")
+    soft_weight: float = _field(0.5, "Share of the divergence in the base loss.")
+    num_soft_targets: int = _field(32, "Tokens of the target's distribution that are looked at.")
+    slot_weight: str = _field("decay", "decay or dpace.")
+    decay: float = _field(4.0, "Time constant of the slot weight.")
+    support_weight: float = _field(0.1, "Weight of the candidate-support loss.")
+    support_margin: float = _field(0.5, "Margin of the candidate-support loss.")
+    repair_weight: float = _field(1.0, "Weight of the selector's loss.")
+    contribution_floor: float = _field(0.1, "Least contribution weight.")
+    chunk_rows: int = _field(1024, "Slots whose vocabulary logits exist at the same time.")
+
+    least_acceptance_length: float = _field(1.0, "Stop a run whose replay τ is lower.")
+    least_after: float = _field(0.5, "Share of the training after which that is tested.")
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "drafter_config"]
 
     def __post_init__(self):
         super().__post_init__()
         if self.freeze_backbone and not self.train_selector:
             raise ValueError("`freeze_backbone=True` with `train_selector=False` leaves nothing to train.")
-        if self.num_anchors < 1 or self.num_selector_anchors < 1:
+        for name in ("num_anchors", "num_selector_anchors", "loop_depth", "chunk_rows", "num_soft_targets"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; expected at least 1.")
+        for name in ("selector_start", "loop_start", "contribution_start", "least_after"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; expected a share between 0 and 1.")
+        if self.drafter and (self.preset or self.drafter_config):
             raise ValueError(
-                f"`num_anchors` {self.num_anchors} and `num_selector_anchors` {self.num_selector_anchors} must be at "
-                "least 1."
-            )
-        if self.world_size > 1:
-            raise NotImplementedError(
-                f"{self.world_size} processes were started, but gradients of drafters are not synchronised between "
-                "processes yet; start one."
+                "`drafter` brings its own configuration; leave out `preset` and `drafter_config`, or the `drafter`."
             )
         # The trainer's batches carry lengths and keys that no forward signature names.
         self.remove_unused_columns = False
+        self.objective()
+
+    def objective(self) -> ObjectiveConfig:
+        """Weights of the loss, at the start of the run."""
+        names = {f.name for f in fields(ObjectiveConfig)} & {f.name for f in fields(self)} - {"loop_depth"}
+        return ObjectiveConfig(**{name: getattr(self, name) for name in names})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **changes) -> "DRelayTrainingConfig":
+        """Read a YAML file; `changes` win over what it says."""
+        return cls(**read_yaml(path) | changes)
+
+
+def read_yaml(path: str | Path) -> dict:
+    """Fields that a YAML file sets; a `ValueError` names one that does not exist."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"`{path}` is not valid YAML: {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"`{path}` must hold one `name: value` in each line.")
+    unknown = set(values) - {f.name for f in fields(DRelayTrainingConfig) if f.init}
+    if unknown:
+        raise ValueError(f"`{path}` sets `{sorted(unknown)[0]}`, which is no argument of a training run.")
+    return values

@@ -5,7 +5,9 @@ one JSON object per line: `prompt` (user text), `response_ids` (token ids, the e
 and optionally `set` and `mode`.
 """
 
+import functools
 import gzip
+import hashlib
 import json
 import random
 from collections import Counter
@@ -14,6 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -32,6 +38,11 @@ class ResponseExample:
     prompt_length: int
     prompt: str
     mode: str
+
+    @functools.cached_property
+    def key(self) -> str:
+        """What identifies the tokens, from run to run."""
+        return hashlib.blake2b(self.input_ids.numpy().tobytes(), digest_size=8).hexdigest()
 
     @property
     def response_ids(self) -> torch.LongTensor:
@@ -62,40 +73,91 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
                 ) from error
 
 
-def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[str]:
-    """First turn of every row of a prompt file (`{"turns": [...]}` or `{"prompt": ...}` per line)."""
+def read_prompts(source: str | Path, num_prompts: int | None = None) -> list[str]:
+    """
+    User texts of a source.
+
+    Args:
+        source (`str` or `Path`): A JSON-lines file with `{"turns": [...]}` or `{"prompt": ...}` in each line, a `.txt`
+            file with one text in each line, or a data set of the Hub as `owner/name:split:column`.
+        num_prompts (`int`, *optional*): Stop after so many.
+    """
     prompts = []
-    for row in read_jsonl(path):
-        prompts.append(row["turns"][0] if "turns" in row else row["prompt"])
+    for text in _texts(source):
+        if text.strip():
+            prompts.append(text)
         if num_prompts is not None and len(prompts) == num_prompts:
             break
+    if not prompts:
+        raise ValueError(f"`{source}` holds no prompt.")
     return prompts
 
 
+def _texts(source: str | Path) -> Iterator[str]:
+    path = Path(source)
+    if path.suffix == ".txt":
+        yield from path.read_text(encoding="utf-8").splitlines()
+    elif path.exists() or str(source).count(":") != 2:
+        for row in read_jsonl(path):
+            if not isinstance(row, dict) or not (row.get("turns") or "prompt" in row):
+                raise ValueError(f"`{source}`: every line needs `turns` or `prompt`; found {str(row)[:60]!r}.")
+            yield row["turns"][0] if row.get("turns") else row["prompt"]
+    else:
+        try:
+            from datasets import load_dataset
+        except ImportError as error:
+            raise ImportError("Data sets of the Hub need `pip install hf-drelay[train]`.") from error
+        name, split, column = str(source).split(":")
+        yield from load_dataset(name, split=split, streaming=True).select_columns(column)[column]
+
+
 def load_responses(
-    path: str | Path, tokenizer, max_length: int = 2048, min_response: int = 4
+    paths: str | Path | Iterable[str | Path], tokenizer, max_length: int = 2048, min_response: int = 4
 ) -> list[ResponseExample]:
     """
-    Responses of a file as examples; those with fewer than `min_response` tokens teach nothing and are left out.
+    Responses of one or several files as examples. What cannot teach anything is left out, and a warning tells how much
+    of it there was: responses with fewer than `min_response` tokens within `max_length`, and repeated ones.
 
     Raises:
-        ValueError: If the file has no usable response.
+        ValueError: If the files have no usable response, or hold tokens that the tokenizer does not know.
     """
-    examples = []
-    for row in read_jsonl(path):
-        if len(row["response_ids"]) < min_response:
-            continue
-        prompt_ids = encode_prompt(tokenizer, row["prompt"])
-        ids = (prompt_ids + row["response_ids"])[:max_length]
-        if len(ids) - len(prompt_ids) >= min_response:
-            examples.append(
-                ResponseExample(torch.tensor(ids), len(prompt_ids), row["prompt"], row.get("mode", "greedy"))
-            )
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    examples: dict[str, ResponseExample] = {}
+    skipped: Counter = Counter()
+    for path in paths:
+        for row in read_jsonl(path):
+            example = _example(row, path, tokenizer, max_length)
+            if len(row["response_ids"]) < min_response:
+                skipped["too short"] += 1
+            elif len(example.response_ids) < min_response:
+                skipped["prompt too long"] += 1
+            elif example.key in examples:
+                skipped["repeated"] += 1
+            else:
+                examples[example.key] = example
+    if skipped:
+        counts = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
+        logger.warning(f"hf_drelay: of {len(examples) + skipped.total()} responses, these were left out: {counts}.")
     if not examples:
         raise ValueError(
-            f"`{path}` holds no response of at least {min_response} tokens; check the file and `max_length`."
+            f"No response of at least {min_response} tokens in {', '.join(f'`{path}`' for path in paths)}; check the "
+            "files and `max_length`."
         )
-    return examples
+    return list(examples.values())
+
+
+def _example(row: dict, path, tokenizer, max_length: int) -> ResponseExample:
+    if "prompt" not in row or "response_ids" not in row:
+        raise ValueError(f"`{path}`: every line needs `prompt` and `response_ids`; found {sorted(row)}.")
+    largest = max(row["response_ids"], default=0)
+    if largest >= len(tokenizer):
+        raise ValueError(
+            f"`{path}` holds token {largest}, but the tokenizer knows {len(tokenizer)} tokens; these responses belong "
+            "to another target."
+        )
+    prompt_ids = encode_prompt(tokenizer, row["prompt"])
+    ids = (prompt_ids + row["response_ids"])[:max_length]
+    return ResponseExample(torch.tensor(ids), min(len(prompt_ids), len(ids)), row["prompt"], row.get("mode", "greedy"))
 
 
 def split_by_prompt(

@@ -2,11 +2,13 @@
 
 A block starts at an anchor, a position of the response; its rows see the target's features of all positions before the
 anchor and their own block. Everything is teacher-forced: the accepted length depends only on decisions made under a
-correct prefix, so one parallel pass over all slots of all blocks suffices.
+correct prefix, so one parallel pass over all slots of all blocks suffices. With `loop_depth > 1` every block drafts
+on, from its own states, as DLoop does.
 
 Shapes: `B` sequences of `T` tokens, `A` anchors in each, `S` rows and `K` slots of a block, `N <= B * A` real blocks.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +17,15 @@ import torch.nn.functional as F
 from hf_drelay.modeling.modeling_base import Pool
 from hf_drelay.modeling.modeling_heads import HeadInputs
 
+from .blocks import Blocks, arrange_blocks
+from .features import SoftTargets
+from .unroll import StageUnroll
+from .vocabulary import SlotLogits, slot_logits
+
+
+BASE_LOSSES = ("ce", "kl", "l1")
+SLOT_WEIGHTS = ("decay", "dpace")
+
 
 @dataclass
 class ObjectiveConfig:
@@ -22,90 +33,76 @@ class ObjectiveConfig:
     Weights of the loss `L = L_base + support_weight * L_sup + repair_weight * L_rep`.
 
     Attributes:
-        decay (`float`): Time constant of the slot weight `exp(-(i - 1) / decay)` of `L_base`.
+        base_loss (`str`): `L_base`: `"ce"` on the target's tokens, or that mixed with the divergence from the target's
+            own distribution, `"kl"` (forward) or `"l1"` (total variation, as in DSpark, arXiv 2607.05147).
+        soft_weight (`float`): Share of the divergence in that mixture.
+        slot_weight (`str`): Weights of the slots in `L_base` and `L_sup`: `"decay"`, or `"dpace"` (arXiv 2605.18810),
+            the chance to get as far as a slot and beyond it.
+        decay (`float`): Time constant of the slot weight `exp(-(i - 1) / decay)`.
+        dpace_floor (`float`): Least chance of a slot under `"dpace"`.
         support_weight (`float`): Weight of the candidate-support loss, 0 turns it off.
         support_margin (`float`): Its margin.
         repair_weight (`float`): Weight of the selector's loss, 0 trains the backbone alone.
         contribution (`float`): Share (0..1) of the contribution weight in the slot weight of `L_rep`; the rest is the
             decay.
         contribution_floor (`float`): Least contribution weight.
-        freeze_backbone (`bool`): Keep the gradient of `L_rep` out of the backbone and drop `L_base`.
+        freeze_backbone (`bool`): Train the selector alone: no `L_base`, and no gradient for the backbone.
+        loop_depth (`int`): Stages that are unrolled; the loss is the mean of that of the first and of the last.
+        loop_tokens (`int`, *optional*): Tokens of a stage before the next one starts; `None` is the whole block.
+        chunk_rows (`int`): Slots whose vocabulary logits exist at the same time.
     """
 
+    base_loss: str = "ce"
+    soft_weight: float = 0.5
+    slot_weight: str = "decay"
     decay: float = 4.0
+    dpace_floor: float = 0.5
     support_weight: float = 0.1
     support_margin: float = 0.5
     repair_weight: float = 1.0
     contribution: float = 0.0
     contribution_floor: float = 0.1
     freeze_backbone: bool = False
+    loop_depth: int = 1
+    loop_tokens: int | None = None
+    chunk_rows: int = 1024
+
+    def __post_init__(self):
+        for name, allowed in (("base_loss", BASE_LOSSES), ("slot_weight", SLOT_WEIGHTS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}; expected one of {allowed}.")
+        if not 0 <= self.soft_weight <= 1:
+            raise ValueError(f"`soft_weight` is {self.soft_weight}; expected a share between 0 and 1.")
+
+    @property
+    def needs_soft_targets(self) -> bool:
+        """Whether `L_base` looks at the target's distribution."""
+        return self.base_loss != "ce" and not self.freeze_backbone
 
 
 @dataclass
-class Blocks:
-    """
-    Blocks of a batch.
+class _Batch:
+    """What all stages of a batch share."""
 
-    Attributes:
-        sequence, anchor (`torch.LongTensor` of shape `(N,)`): Where each block starts.
-        labels (`torch.LongTensor` of shape `(N, K)`): The tokens that the target put into its slots.
-        valid (`torch.BoolTensor` of shape `(N, K)`): Which slots lie inside the response.
-    """
-
-    sequence: torch.LongTensor
-    anchor: torch.LongTensor
-    labels: torch.LongTensor
-    valid: torch.BoolTensor
+    features: torch.Tensor  # (B, T, H)
+    input_ids: torch.LongTensor  # (B, T)
+    lengths: torch.LongTensor  # (B,)
+    blocks: Blocks
+    soft_targets: SoftTargets | None
 
 
-def sample_anchors(
-    prompt_lengths: list[int], lengths: list[int], num_anchors: int, generators: list[torch.Generator]
-) -> torch.LongTensor:
-    """
-    Distinct random anchors `(B, num_anchors)` of each response, sorted, padded with -1. An anchor is a response token
-    that has a successor.
-    """
-    rows = []
-    for prompt_length, length, generator in zip(prompt_lengths, lengths, generators, strict=True):
-        places = torch.randperm(length - 1 - prompt_length, generator=generator)[:num_anchors] + prompt_length
-        rows.append(F.pad(places.sort().values, (0, num_anchors - len(places)), value=-1))
-    return torch.stack(rows)
+@dataclass
+class _Stage:
+    """One stage of some blocks."""
 
-
-def label_blocks(input_ids: torch.LongTensor, lengths: torch.LongTensor, anchors: torch.LongTensor, K: int) -> Blocks:
-    """The real blocks among `anchors` `(B, A)` (-1 is padding) with the tokens that follow each anchor."""
-    sequence, column = (anchors >= 0).nonzero(as_tuple=True)
-    anchor = anchors[sequence, column]
-    places = anchor[:, None] + torch.arange(1, K + 1, device=anchor.device)
-    valid = places < lengths[sequence][:, None]
-    labels = input_ids[sequence[:, None], places.clamp(max=input_ids.shape[1] - 1)]
-    return Blocks(sequence, anchor, labels, valid)
-
-
-def training_masks(config, anchors: torch.LongTensor, context_length: int) -> list[torch.BoolTensor]:
-    """
-    Visible keys `(B, 1, A*S, T + A*S)` of every layer: context before the anchor, rows of the own block, nothing of
-    other blocks. Rows of padding anchors see their own block only, which keeps the softmax finite.
-    """
-    B, A = anchors.shape
-    S = config.block_size
-    device = anchors.device
-    row_block = torch.arange(A, device=device).repeat_interleave(S)
-    row_place = torch.arange(S, device=device).repeat(A)
-    row_position = anchors[:, row_block] + row_place  # (B, A*S)
-    context = torch.arange(context_length, device=device)
-    before = context[None, None] < anchors[:, row_block][:, :, None]  # (B, A*S, T)
-    same_block = (row_block[:, None] == row_block[None, :]).expand(B, -1, -1)
-    masks = {}
-    for kind, causal in set(zip(config.layer_types, config.block_causal, strict=True)):
-        context_mask, block_mask = before, same_block
-        if causal:
-            block_mask = block_mask & (row_place[None, :] <= row_place[:, None])
-        if kind == "sliding_attention":
-            context_mask = context_mask & (row_position[:, :, None] - context[None, None] < config.sliding_window)
-            block_mask = block_mask & ((row_place[:, None] - row_place[None, :]).abs() < config.sliding_window)
-        masks[kind, causal] = torch.cat([context_mask, block_mask], dim=2)[:, None]
-    return [masks[pair] for pair in zip(config.layer_types, config.block_causal, strict=True)]
+    blocks: Blocks
+    offset: int
+    rows: torch.Tensor  # (N, S, H)
+    hidden: torch.Tensor  # (N, K, H)
+    labels: torch.LongTensor  # (N, K), the tokens that the target put into the slots
+    valid: torch.BoolTensor  # (N, K), which slots lie inside the response
+    columns: torch.LongTensor  # (N, K), columns of the labels, -1 outside the shortlist
+    logits: SlotLogits
 
 
 class JointObjective:
@@ -116,12 +113,15 @@ class JointObjective:
         model (`DRelayModel`): Drafter and selector being trained.
         adapter (`TargetAdapter`): View of the frozen target.
         config (`ObjectiveConfig`): Weights; may be changed between steps.
+        share (`Callable`, *optional*): Mean of a total weight over the processes that a batch is split over, so that
+            together they have the loss of the whole batch.
     """
 
-    def __init__(self, model, adapter, config: ObjectiveConfig):
+    def __init__(self, model, adapter, config: ObjectiveConfig, share: Callable | None = None):
         self.model = model
         self.adapter = adapter
         self.config = config
+        self.share = share or (lambda total: total)
         rows = torch.arange(model.config.vocab_size)
         shortlist = model.drafter.draft_token_ids
         if shortlist is not None:  # column of a token in the restricted logits, -1 when it cannot be drafted
@@ -129,113 +129,201 @@ class JointObjective:
             rows[shortlist.cpu()] = torch.arange(len(shortlist))
         self.columns = rows.to(model.device)
 
-    def __call__(self, states, input_ids, lengths, anchors, num_selector_blocks=None) -> tuple[torch.Tensor, dict]:
+    @property
+    def trains_selector(self) -> bool:
+        return bool(self.config.repair_weight) and self.model.selector is not None
+
+    def __call__(
+        self,
+        states: torch.FloatTensor,
+        input_ids: torch.LongTensor,
+        lengths: torch.LongTensor,
+        anchors: torch.LongTensor,
+        num_selector_anchors: int | None = None,
+        soft_targets: SoftTargets | None = None,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
         Args:
             states (`torch.FloatTensor` of shape `(B, T, L*H)`): The target's tapped hidden states.
             input_ids (`torch.LongTensor` of shape `(B, T)`), lengths (`torch.LongTensor` of shape `(B,)`)
             anchors (`torch.LongTensor` of shape `(B, A)`): See `sample_anchors`.
-            num_selector_blocks (`int`, *optional*): Train the selector on that many of the blocks only.
+            num_selector_anchors (`int`, *optional*): Train the selector on that many blocks of each sequence only.
+            soft_targets (`SoftTargets`, *optional*): The target's distributions, for the base losses that need them.
 
         Returns:
             `(loss, terms)`: a scalar, and a dictionary of its detached parts and of accuracies.
         """
+        last = self.config.loop_depth - 1
+        learns = torch.is_grad_enabled() and not self.config.freeze_backbone
+        with torch.set_grad_enabled(learns):
+            features = self.model.drafter.fuse(states.to(self.model.drafter.dtype))
+            unroll = StageUnroll(self.model, self.adapter, features, input_ids, anchors, self.config.loop_tokens)
+        batch = _Batch(features, input_ids, lengths, arrange_blocks(anchors, num_selector_anchors), soft_targets)
+        losses, terms, earlier = [], {}, None
+        for number in range(last + 1):
+            is_scored = number in (0, last)
+            # A stage in between serves the blocks of the selector only, which remembers it.
+            blocks = batch.blocks if is_scored else batch.blocks.first(batch.blocks.num_selected)
+            with torch.set_grad_enabled(learns):
+                rows = unroll.draft()
+                if is_scored or self.trains_selector:
+                    stage = self._stage(batch, blocks, unroll.offset, rows[blocks.sequence, blocks.column])
+                if number < last:
+                    unroll.go_on(rows)
+            own: dict[str, torch.Tensor] = {}
+            loss = self._backbone_loss(batch, stage, own) if is_scored else 0.0
+            if self.trains_selector:
+                repair, earlier = self._selector_loss(batch, stage, earlier, unroll.stage_tokens, own)
+                loss = loss + self.config.repair_weight * repair
+            if is_scored:
+                losses.append(loss)
+                terms |= {f"{name}_stage{number + 1}" if number else name: value for name, value in own.items()}
+        return torch.stack(losses).mean(), terms
+
+    def _stage(self, batch: _Batch, blocks: Blocks, offset: int, rows: torch.Tensor) -> _Stage:
+        """Look up what the slots of `rows` `(N, S, H)` should say and what they do say."""
         drafter, K = self.model.drafter, self.model.config.num_drafts
-        blocks = label_blocks(input_ids, lengths, anchors, K)
-        features = drafter.fuse(states.to(drafter.dtype))
-        rows = self._backbone(features, input_ids, anchors)[blocks.sequence, (anchors >= 0).nonzero(as_tuple=True)[1]]
         hidden = rows[:, -K:]
-        logits = self.adapter.logits(hidden, drafter.draft_token_ids)  # (N, K, Vd)
-        columns = self.columns[blocks.labels]
-        scored = blocks.valid & (columns >= 0)
-        decay = torch.exp(-torch.arange(K, device=logits.device) / self.config.decay)
-        loss, terms = logits.new_zeros(()), {}
-        if not self.config.freeze_backbone:
-            loss = self._base(logits, columns, scored, decay, terms)
-            loss = loss + self.config.support_weight * self._support(logits, columns, scored, decay, terms)
-        if self.config.repair_weight and self.model.selector is not None:
-            chosen = _first_blocks(len(hidden), num_selector_blocks, hidden.device)
-            inputs = self._head_inputs(features, rows, hidden, logits, input_ids, blocks, chosen)
-            repair = self._repair(inputs, blocks.labels[chosen], blocks.valid[chosen], decay, terms)
-            loss = loss + self.config.repair_weight * repair
-        first = blocks.valid[:, 0]
-        right = logits[:, 0].argmax(-1) == columns[:, 0]
-        terms["slot1_accuracy"] = (right & first).sum() / first.sum().clamp(min=1)
-        return loss, {name: float(value) for name, value in terms.items()}
-
-    def _backbone(self, features, input_ids, anchors) -> torch.Tensor:
-        """Backbone rows `(B, A, S, H)` of all blocks, in one forward with a shared context."""
-        drafter, S = self.model.drafter, self.model.config.block_size
-        B, T = input_ids.shape
-        A = anchors.shape[1]
-        cache = drafter.new_cache()
-        drafter.extend(features, torch.arange(T, device=input_ids.device)[None].expand(B, -1), cache)
-        places = anchors.clamp(min=0)
-        embeds = drafter.block_embeds(input_ids.gather(1, places).flatten(), self.adapter.embed)
-        positions = (places[:, :, None] + torch.arange(S, device=places.device)).flatten(1)
-        masks = training_masks(self.model.config, anchors, T)
-        output = drafter(embeds.view(B, A * S, -1), positions, cache, masks)
-        return output.last_hidden_state.view(B, A, S, -1)
-
-    def _head_inputs(self, features, rows, hidden, logits, input_ids, blocks: Blocks, chosen) -> HeadInputs:
-        config = self.model.config
-        if self.config.freeze_backbone:
-            features, rows, hidden, logits = (t.detach() for t in (features, rows, hidden, logits))
-        window = torch.arange(-config.history_window, 0, device=input_ids.device)
-        places = blocks.anchor[chosen][:, None] + window  # ends just before the anchor, as at inference
-        sequence = blocks.sequence[chosen]
-        return HeadInputs(
-            hidden_states=hidden[chosen],
-            anchor_hidden=rows[chosen][:, 0] if config.layout == "fill_in" else None,
-            pool=Pool.from_logits(logits[chosen], config.pool_size, self.model.drafter.draft_token_ids),
-            anchor_ids=input_ids[sequence, blocks.anchor[chosen]],
-            history=features[sequence[:, None], places.clamp(min=0)],
-            history_mask=places >= 0,
-            offset=0,
-            earlier=None,
-            embed=self.adapter.embed,
+        labels = blocks.tokens(batch.input_ids, offset + 1, K)
+        columns = self.columns[labels]
+        picked = columns[..., None]
+        if self.config.needs_soft_targets:
+            teacher = self._teacher_columns(batch, blocks, offset)
+            picked = torch.cat([picked, teacher], dim=-1)
+        num_top = self.model.config.pool_size + 1
+        return _Stage(
+            blocks=blocks,
+            offset=offset,
+            rows=rows,
+            hidden=hidden,
+            labels=labels,
+            valid=blocks.inside(batch.lengths, offset + 1, K),
+            columns=columns,
+            logits=slot_logits(
+                self.adapter, hidden, picked.clamp(min=0), num_top, drafter.draft_token_ids, self.config.chunk_rows
+            ),
         )
 
-    def _base(self, logits, columns, scored, decay, terms) -> torch.Tensor:
-        """Cross-entropy on the target's tokens."""
-        losses = F.cross_entropy(logits.flatten(0, 1), columns.clamp(min=0).flatten(), reduction="none")
-        loss = _weighted_mean(losses.view_as(columns), scored * decay)
-        terms["base"] = loss.detach()
-        return loss
+    def _teacher_columns(self, batch: _Batch, blocks: Blocks, offset: int) -> torch.LongTensor:
+        """Columns `(N, K, k)` of the target's best tokens for every slot; -1 outside the shortlist."""
+        if batch.soft_targets is None:
+            raise ValueError(
+                f"`base_loss` {self.config.base_loss!r} needs `soft_targets`; make the feature store with "
+                "`num_soft_targets` above 0."
+            )
+        return self.columns[self._teacher(batch, blocks, offset, batch.soft_targets.ids)]
 
-    def _support(self, logits, columns, scored, decay, terms) -> torch.Tensor:
+    def _teacher(self, batch: _Batch, blocks: Blocks, offset: int, values: torch.Tensor) -> torch.Tensor:
+        """Rows `(N, K, k)` of `values` `(B, T, k)` at the positions that the target wrote the slots' tokens from."""
+        K = self.model.config.num_drafts
+        places = blocks.anchor[:, None] + offset + torch.arange(K, device=values.device)
+        return values[blocks.sequence[:, None], places.clamp(max=values.shape[1] - 1)]
+
+    def _backbone_loss(self, batch: _Batch, stage: _Stage, terms: dict) -> torch.Tensor:
+        """`L_base` and `L_sup` of a stage."""
+        first = stage.valid[:, 0]
+        right = stage.logits.top_columns[:, 0, 0] == stage.columns[:, 0]
+        terms["slot1_accuracy"] = (right & first).sum() / first.sum().clamp(min=1)
+        if self.config.freeze_backbone:
+            return stage.logits.normalizer.new_zeros(())
+        scored = stage.valid & (stage.columns >= 0)
+        cross_entropy = stage.logits.normalizer - stage.logits.picked[..., 0]
+        weight = scored * self._slot_weight(cross_entropy.detach(), scored)
+        losses = cross_entropy
+        if self.config.needs_soft_targets:
+            share = self.config.soft_weight
+            losses = (1 - share) * losses + share * self._divergence(batch, stage)
+        base = self._weighted_mean(losses, weight)
+        support = self._weighted_mean(self._support(stage, scored, terms), weight)
+        terms |= {"base": base.detach(), "support": support.detach()}
+        return base + self.config.support_weight * support
+
+    def _slot_weight(self, cross_entropy: torch.Tensor, scored: torch.BoolTensor) -> torch.Tensor:
+        """Weight of each slot, broadcast to `(N, K)`."""
+        if self.config.slot_weight == "decay":
+            return self._decay(cross_entropy)
+        floor = self.config.dpace_floor
+        chance = torch.where(scored, (1 - floor) * (-cross_entropy).exp() + floor, 0.0)
+        reach = chance.cumprod(dim=1)
+        return reach.flip(1).cumsum(dim=1).flip(1)
+
+    def _decay(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-torch.arange(like.shape[1], device=like.device) / self.config.decay)
+
+    def _divergence(self, batch: _Batch, stage: _Stage) -> torch.Tensor:
+        """Divergence `(N, K)` of the drafter's distribution from the target's, over the target's best tokens."""
+        columns = self._teacher_columns(batch, stage.blocks, stage.offset)
+        log_p = self._teacher(batch, stage.blocks, stage.offset, batch.soft_targets.log_probs).float()
+        log_p = log_p.masked_fill(columns < 0, float("-inf"))
+        log_q = stage.logits.picked[..., 1:] - stage.logits.normalizer[..., None]
+        p = log_p.exp()
+        if self.config.base_loss == "l1":
+            q = log_q.exp() * (columns >= 0)
+            # What lies outside the listed tokens counts as one more token.
+            return 0.5 * ((p - q).abs().sum(-1) + (p.sum(-1) - q.sum(-1)).abs())
+        share = p / p.sum(-1, keepdim=True).clamp(min=1e-6)
+        return (share * (share.clamp(min=1e-12).log() - log_q)).sum(-1)
+
+    def _support(self, stage: _Stage, scored: torch.BoolTensor, terms: dict) -> torch.Tensor:
         """Hinge that lifts the target's token into the pool: compare it with the `C`-th best of the other tokens."""
-        C = self.model.config.pool_size
-        top = logits.topk(min(C + 1, logits.shape[-1]), dim=-1)
-        own = logits.gather(2, columns.clamp(min=0)[..., None])[..., 0]
-        inside = (top.indices[..., :C] == columns[..., None]).any(-1)
+        C, top = self.model.config.pool_size, stage.logits.top
+        inside = (stage.logits.top_columns[..., :C] == stage.columns[..., None]).any(-1)
         # With the own token among the best C, the C-th best of the others is the (C + 1)-th best of all.
-        rival = torch.where(inside, top.values[..., -1], top.values[..., C - 1])
-        loss = _weighted_mean(F.relu(rival - own + self.config.support_margin), scored * decay)
-        terms["support"] = loss.detach()
+        rival = torch.where(inside, top[..., -1], top[..., C - 1])
         terms["coverage"] = (inside & scored).sum() / scored.sum().clamp(min=1)
-        return loss
+        return F.relu(rival - stage.logits.picked[..., 0] + self.config.support_margin)
 
-    def _repair(self, inputs: HeadInputs, labels, valid, decay, terms) -> torch.Tensor:
-        """Negative log-likelihood of the target's token among the pool, where the pool holds it."""
-        selector = self.model.selector
-        path = torch.cat([inputs.anchor_ids[:, None], labels[:, :-1]], dim=1)
-        log_probs = selector.score(selector.read(inputs), path).log_softmax(dim=-1)
+    def _selector_loss(self, batch: _Batch, stage: _Stage, earlier, stage_tokens: int, terms: dict):
+        """
+        `L_rep` of a stage, and what the selector remembers of it: negative log-likelihood of the target's token among
+        the pool, where the pool holds it.
+        """
+        selector, M = self.model.selector, batch.blocks.num_selected
+        blocks, labels, valid = stage.blocks.first(M), stage.labels[:M], stage.valid[:M]
+        path = blocks.tokens(batch.input_ids, stage.offset, self.model.config.num_drafts)
+        inputs = self._head_inputs(batch, stage, blocks, path[:, 0], earlier)
+        state = selector.read(inputs)
+        log_probs = selector.score(state, path).log_softmax(dim=-1)
         hits = inputs.pool.ids == labels[..., None]
         covered = hits.any(-1) & valid
         own = log_probs.gather(2, hits.long().argmax(-1, keepdim=True))[..., 0]
-        weight = (1 - self.config.contribution) * decay.expand_as(own)
+        weight = (1 - self.config.contribution) * self._decay(own).expand_as(own)
         if self.config.contribution:
             accepted = torch.where(covered, own.detach().exp(), torch.zeros_like(own))
             share = contribution_weights(accepted).clamp(min=self.config.contribution_floor)
             weight = weight + self.config.contribution * share
-        loss = _weighted_mean(-own, covered * weight)
-        terms["repair"] = loss.detach()
+        loss = self._weighted_mean(-own, covered * weight)
         right = (log_probs.argmax(-1) == hits.long().argmax(-1)) & covered
-        terms["expected_accepted"] = right.long().cumprod(dim=1).sum(1).float().mean()
         drafted = (inputs.pool.ids[..., 0] == labels) & valid
+        terms["repair"] = loss.detach()
+        terms["expected_accepted"] = right.long().cumprod(dim=1).sum(1).float().mean()
         terms["expected_accepted_kept"] = drafted.long().cumprod(dim=1).sum(1).float().mean()
-        return loss
+        return loss, selector.remember(state, path[:, :stage_tokens])
+
+    def _head_inputs(self, batch: _Batch, stage: _Stage, blocks: Blocks, anchor_ids, earlier) -> HeadInputs:
+        config, M = self.model.config, len(blocks.anchor)
+        C, shortlist = config.pool_size, self.model.drafter.draft_token_ids
+        columns, top = stage.logits.top_columns[:M, :, :C], stage.logits.top[:M, :, :C]
+        window = torch.arange(-config.history_window, 0, device=anchor_ids.device)
+        places = blocks.anchor[:, None] + window  # ends just before the round's anchor, as at inference
+        return HeadInputs(
+            hidden_states=stage.hidden[:M],
+            anchor_hidden=stage.rows[:M, 0] if config.layout == "fill_in" else None,
+            pool=Pool(
+                ids=columns if shortlist is None else shortlist[columns],
+                logits=top,
+                log_probs=top - stage.logits.normalizer[:M, :, None],
+            ),
+            anchor_ids=anchor_ids,
+            history=batch.features[blocks.sequence[:, None], places.clamp(min=0)],
+            history_mask=places >= 0,
+            offset=stage.offset,
+            earlier=earlier,
+            embed=self.adapter.embed,
+        )
+
+    def _weighted_mean(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return (values * weights).sum() / self.share(weights.sum()).clamp(min=1e-6)
 
 
 def contribution_weights(accepted: torch.FloatTensor) -> torch.FloatTensor:
@@ -251,15 +339,4 @@ def contribution_weights(accepted: torch.FloatTensor) -> torch.FloatTensor:
     return reach * (1 + torch.stack(follow[::-1], dim=1))
 
 
-def _first_blocks(num_blocks: int, limit: int | None, device) -> torch.LongTensor:
-    """Evenly spread block numbers, at most `limit`."""
-    if limit is None or limit >= num_blocks:
-        return torch.arange(num_blocks, device=device)
-    return torch.linspace(0, num_blocks - 1, limit, device=device).round().long()
-
-
-def _weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return (values * weights).sum() / weights.sum().clamp(min=1e-6)
-
-
-__all__ = ["JointObjective", "ObjectiveConfig", "contribution_weights", "sample_anchors", "training_masks"]
+__all__ = ["JointObjective", "ObjectiveConfig", "contribution_weights"]

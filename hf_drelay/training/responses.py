@@ -6,7 +6,6 @@ spans the rows that ended leave the batch, and their place in the cache with the
 
 import gzip
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +14,10 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
-from transformers import DynamicCache, set_seed
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, set_seed
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from hf_drelay.evaluation.records import write_json
+from hf_drelay.evaluation.records import replace_file, write_json
 from hf_drelay.modeling.compat import cache_keyword
 
 from .data import encode_prompt
@@ -67,12 +67,30 @@ class Decoding:
         return {"do_sample": True} | {name: getattr(self, name) for name in names}
 
 
+def _grouped_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """
+    Attention of `query` `(B, heads, 1, D)` whose heads share keys and values `(B, kv_heads, T, D)` as they are. The
+    attention functions of transformers repeat keys and values for every head, which for one query is most of the time.
+    """
+    groups = query.shape[1] // key.shape[1]
+    grouped = query.unflatten(1, (-1, groups)).squeeze(3)  # (B, kv_heads, groups, D)
+    scores = grouped @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask[:, :, -1:]  # (B, 1, 1, T)
+    weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).flatten(1, 2)[:, None], None
+
+
+AttentionInterface.register("hf_drelay_grouped", _grouped_attention)
+AttentionMaskInterface.register("hf_drelay_grouped", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+
+
 @contextmanager
 def _single_query_attention(target):
-    """On a CPU, torch's fused attention takes several times as long as the plain one for single queries."""
+    """On a CPU, the fused attention of torch takes several times as long as a plain one for single queries."""
     own = target.config._attn_implementation
-    if target.device.type == "cpu":
-        target.set_attn_implementation("eager")
+    if target.device.type == "cpu" and own in ("sdpa", "eager"):
+        target.set_attn_implementation("hf_drelay_grouped")
     try:
         yield
     finally:
@@ -240,11 +258,11 @@ def _claim(folder: Path, plan: dict) -> None:
 
 
 def _write_rows(path: Path, rows: list[dict]) -> None:
-    part = path.with_name(path.name + ".part")
-    with gzip.open(part, "wt", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
-    os.replace(part, path)
+    def write(part: Path) -> None:
+        with gzip.open(part, "wt", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    replace_file(path, write)
 
 
 def synthesise_prompts(

@@ -1,21 +1,29 @@
 """A `transformers.Trainer` for drafters: the joint objective as its loss, replay τ as its evaluation."""
 
+import hashlib
 import math
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer
+from transformers.utils import logging
 
 from hf_drelay.evaluation.replay import replay
+from hf_drelay.modeling.draft_statistics import DraftStatistics, PhaseClock
 
+from .blocks import sample_anchors
 from .config import DRelayTrainingConfig
 from .data import ResponseExample
-from .features import FeatureStore
-from .objective import JointObjective, ObjectiveConfig, sample_anchors
+from .features import FeatureFolder, FeatureStore, feature_bytes
+from .objective import JointObjective
+
+
+logger = logging.get_logger(__name__)
 
 
 class ResponseDataset(torch.utils.data.Dataset):
-    """Examples with the number that identifies them in the feature store and in the draw of anchors."""
+    """Examples with the key that identifies them in the feature store and in the draw of anchors."""
 
     def __init__(self, examples: list[ResponseExample], max_length: int):
         self.examples = [e for e in examples if min(len(e.input_ids), max_length) - e.prompt_length >= 2]
@@ -26,20 +34,23 @@ class ResponseDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict:
         example = self.examples[index]
-        return {
-            "key": index,
-            "input_ids": example.input_ids[: self.max_length],
-            "prompt_length": example.prompt_length,
-        }
+        input_ids = example.input_ids[: self.max_length]
+        # Cut to another length, the same example has other features.
+        key = f"{example.key}-{len(input_ids)}"
+        return {"key": key, "input_ids": input_ids, "prompt_length": example.prompt_length}
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(min(len(e.input_ids), self.max_length) for e in self.examples)
 
 
-def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
-    """Right-padded batch: `input_ids (B, T)`, `lengths (B,)`, `prompt_lengths (B,)`, `keys (B,)`."""
+def collate(rows: list[dict]) -> dict:
+    """Right-padded batch: `input_ids (B, T)`, `lengths (B,)`, `prompt_lengths (B,)`, and the keys."""
     return {
         "input_ids": nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True),
         "lengths": torch.tensor([len(row["input_ids"]) for row in rows]),
         "prompt_lengths": torch.tensor([row["prompt_length"] for row in rows]),
-        "keys": torch.tensor([row["key"] for row in rows]),
+        "keys": [row["key"] for row in rows],
     }
 
 
@@ -52,84 +63,145 @@ class DRelayTrainer(Trainer):
         target (`PreTrainedModel`): Writes no gradient; gives embedding, head and hidden states.
         args (`DRelayTrainingConfig`): The run.
         train_examples, held_out (`list[ResponseExample]`): Without a common prompt.
-        features (`FeatureStore`, *optional*): Hidden states of these training examples from an earlier phase.
+        features (`FeatureStore`, *optional*): Features from an earlier run in this process.
     """
 
     def __init__(self, model, target, args: DRelayTrainingConfig, train_examples, held_out, features=None, **kwargs):
         target.requires_grad_(False).eval()
         self.target = target
         self.adapter = model.adapter(target)
-        taps = model.config.target_layer_ids
-        self.features = features or FeatureStore(self.adapter, taps, args.feature_bytes)
         self.held_out = [e for e in held_out if e.mode == "greedy"][: args.num_replayed]
-        repair_weight = args.repair_weight if args.train_selector else 0.0
-        self.objective = JointObjective(
-            model,
-            self.adapter,
-            ObjectiveConfig(
-                decay=args.decay,
-                support_weight=args.support_weight,
-                support_margin=args.support_margin,
-                repair_weight=repair_weight,
-                contribution_floor=args.contribution_floor,
-                freeze_backbone=args.freeze_backbone,
-            ),
-        )
+        self.clock = PhaseClock()
+        self._num_tokens = 0
+        self._terms: dict[str, list[torch.Tensor]] = {}
         if args.freeze_backbone:
             model.drafter.requires_grad_(False)
         if not args.train_selector and model.selector is not None:
             model.selector.requires_grad_(False)
-        self._terms: dict[str, list[float]] = {}
+        train_dataset = ResponseDataset(train_examples, args.max_length)
         super().__init__(
             model,
             args,
             data_collator=collate,
-            train_dataset=ResponseDataset(train_examples, args.max_length),
+            train_dataset=train_dataset,
             eval_dataset=ResponseDataset(self.held_out, args.max_length),
             **kwargs,
         )
+        # The objective normalises by itself; counting items is for losses that are sums over tokens.
+        self.model_accepts_loss_kwargs = False
+        self.objective = JointObjective(
+            model, self.adapter, args.objective(), share=lambda total: self.accelerator.reduce(total, "mean")
+        )
+        self.features = features or self._feature_store(train_dataset)
+
+    def _feature_store(self, dataset: ResponseDataset) -> FeatureStore:
+        args, taps = self.args, self.model.config.target_layer_ids
+        num_soft = args.num_soft_targets if self.objective.config.needs_soft_targets else 0
+        folder = None
+        if args.feature_folder is not None:
+            width = len(taps) * self.model.config.hidden_size
+            needed = feature_bytes(dataset.num_tokens, width, num_soft, self.target.dtype.itemsize)
+            if needed > args.feature_folder_bytes:
+                raise ValueError(
+                    f"`feature_folder` would take {needed / 1e9:.1f} GB, but `feature_folder_bytes` allows "
+                    f"{args.feature_folder_bytes / 1e9:.1f} GB; raise it, use fewer responses or taps, or leave "
+                    "`feature_folder` out, so that features are computed when needed."
+                )
+            about = {
+                "target": self.target.name_or_path,
+                "dtype": str(self.target.dtype),
+                "target_layer_ids": taps,
+                "num_soft_targets": num_soft,
+            }
+            folder = FeatureFolder(f"{args.feature_folder}/process-{args.process_index}", about)
+        return FeatureStore(self.adapter, taps, num_soft, args.feature_bytes, folder)
+
+    @property
+    def progress(self) -> float:
+        """Share of the training that is done."""
+        return self.state.global_step / max(self.state.max_steps, 1)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        args, state = self.args, self.state
-        keys, lengths = inputs["keys"].tolist(), inputs["lengths"].tolist()
-        progress = state.global_step / max(state.max_steps, 1)
-        start = args.contribution_start
-        self.objective.config.contribution = (
-            0.0 if start >= 1 else min(max((progress - start) / (1 - start), 0.0), 1.0)
-        )
-        states = self.features.get(keys, inputs["input_ids"], lengths)
+        self.clock.lap("backward")
+        args, lengths = self.args, inputs["lengths"].tolist()
+        self._schedule()
+        states, soft_targets = self.features.get(inputs["keys"], inputs["input_ids"], lengths)
+        self.clock.lap("features")
         # Anchors depend on seed, epoch and example alone, so that a resumed run sees the same ones.
-        epoch = math.floor(state.epoch or 0)
-        generators = [torch.Generator().manual_seed(hash((args.seed, epoch, key)) & 0x7FFFFFFF) for key in keys]
+        epoch = math.floor(self.state.epoch or 0)
+        generators = [torch.Generator().manual_seed(_number(args.seed, epoch, key)) for key in inputs["keys"]]
         anchors = sample_anchors(inputs["prompt_lengths"].tolist(), lengths, args.num_anchors, generators)
-        # Mixed precision is applied to a model's own forward only, which the objective does not go through.
-        with self.accelerator.autocast():
-            loss, terms = self.objective(
-                states,
-                inputs["input_ids"],
-                inputs["lengths"],
-                anchors.to(inputs["input_ids"].device),
-                num_selector_blocks=args.num_selector_anchors * len(keys),
-            )
+        loss, terms = model(
+            objective=self.objective,
+            states=states,
+            input_ids=inputs["input_ids"],
+            lengths=inputs["lengths"],
+            anchors=anchors.to(inputs["input_ids"].device),
+            num_selector_anchors=args.num_selector_anchors,
+            soft_targets=soft_targets,
+        )
         for name, value in terms.items():
             self._terms.setdefault(name, []).append(value)
+        self._num_tokens += sum(lengths)
+        self.clock.lap("forward")
         return (loss, terms) if return_outputs else loss
+
+    def _schedule(self) -> None:
+        """Set what changes in the course of a run."""
+        args, config, progress = self.args, self.objective.config, self.progress
+        trains_selector = args.train_selector and progress >= args.selector_start
+        config.repair_weight = args.repair_weight if trains_selector else 0.0
+        # A share of 1 is never reached within a run.
+        config.loop_depth = args.loop_depth if progress >= args.loop_start else 1
+        config.loop_tokens = args.loop_tokens or self.model.config.num_draft_tokens
+        start = args.contribution_start
+        config.contribution = 0.0 if start >= 1 else min(max((progress - start) / (1 - start), 0.0), 1.0)
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if "loss" in logs and self._terms:
-            logs = logs | {name: sum(values) / len(values) for name, values in self._terms.items()}
-            self._terms = {}
+            logs = logs | {name: float(torch.stack(values).mean()) for name, values in self._terms.items()}
+            total_ms = sum(self.clock.phase_ms.values())
+            logs |= {f"share_{phase}": ms / total_ms for phase, ms in self.clock.phase_ms.items()}
+            logs["tokens_per_second"] = self._num_tokens / total_ms * 1e3
+            self._terms, self._num_tokens = {}, 0
+            self.clock.phase_ms.clear()
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Replay τ of the held-out responses, with the selector and, for comparison, without it."""
+        """Replay τ of the held-out responses, with all parts that are trained and with the backbone alone."""
         self.model.eval()
+        with_selector = self.model.selector is not None and self.args.train_selector
         metrics = {}
-        for name, use_selector in (("acceptance_length", True), ("acceptance_length_backbone", False)):
-            if use_selector and (self.model.selector is None or not self.args.train_selector):
-                continue
-            view = self.model.with_options(use_selector=use_selector, loop_gate=None)
-            metrics[f"{metric_key_prefix}_{name}"] = replay(view, self.target, self.held_out, 128).acceptance_length
+        for name, use_selector in (("acceptance_length", with_selector), ("acceptance_length_backbone", False)):
+            view = self.model.with_options(use_selector=use_selector, loop_gate=None, num_draft_tokens=None)
+            metrics[f"{metric_key_prefix}_{name}"] = self._replay(view).acceptance_length
+        self.clock.lap("evaluation")
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._stop_if_hopeless(metrics[f"{metric_key_prefix}_acceptance_length"])
         return metrics
+
+    def _replay(self, view) -> DraftStatistics:
+        """Replay the held-out responses, each process its share of them."""
+        rank, count = self.args.process_index, self.args.world_size
+        own = replay(view, self.target, self.held_out[rank::count], 128)
+        if count == 1:
+            return own
+        total = DraftStatistics()
+        for statistics in gather_object([own]):
+            total.merge(statistics)
+        return total
+
+    def _stop_if_hopeless(self, acceptance_length: float) -> None:
+        least = self.args.least_acceptance_length
+        if self.state.max_steps and self.progress >= self.args.least_after and acceptance_length < least:
+            self.control.should_training_stop = True
+            logger.warning(
+                f"hf_drelay: replay τ is {acceptance_length:.2f} after {self.progress:.0%} of the training, below "
+                f"`least_acceptance_length` {least}; stopped. `hf-drelay check` looks for the usual reasons."
+            )
+
+
+def _number(seed: int, epoch: int, key: str) -> int:
+    """A number that depends on its arguments alone; `hash` of a text differs from process to process."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {epoch} {key}".encode(), digest_size=7).digest())

@@ -26,6 +26,9 @@ class FakeTokenizer:
     def __init__(self, chat_template=None):
         self.chat_template = chat_template
 
+    def __len__(self):
+        return 50
+
     def __call__(self, text):
         return {"input_ids": [10 + ord(c) % 20 for c in text]}
 
@@ -103,7 +106,7 @@ class TestLoadResponses:
 
     def test_file_without_a_usable_response_raises(self, tmp_path):
         path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "a", "response_ids": [4]}])
-        with pytest.raises(ValueError, match="r.jsonl` holds no response of at least 4 tokens; check .*`max_length`"):
+        with pytest.raises(ValueError, match="No response of at least 4 tokens in .*r.jsonl`; check .*`max_length`"):
             load_responses(path, FakeTokenizer())
 
 

@@ -1,6 +1,7 @@
 """The joint loss: training sees what drafting sees, and every term equals the sum written out by hand."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +14,9 @@ from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_session import DraftSession
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.modeling.proposal import Proposal
-from hf_drelay.training.objective import (
-    JointObjective,
-    ObjectiveConfig,
-    contribution_weights,
-    label_blocks,
-    sample_anchors,
-    training_masks,
-)
+from hf_drelay.training.blocks import arrange_blocks, sample_anchors, training_masks
+from hf_drelay.training.features import SoftTargets
+from hf_drelay.training.objective import JointObjective, ObjectiveConfig, contribution_weights
 
 
 V, H, C = 40, 24, 5
@@ -84,12 +80,18 @@ class Recorder:
 
     def __init__(self, drelay, target, monkeypatch):
         self.adapter = drelay.adapter(target)
-        self.hidden, self.head_inputs, self.scores = [], [], []
+        self.hidden, self.head_inputs, self.states, self.scores = [], [], [], []
         logits = self.adapter.logits
         monkeypatch.setattr(self.adapter, "logits", lambda h, ids=None: (self.hidden.append(h), logits(h, ids))[1])
         if drelay.selector is not None:
             read, score = drelay.selector.read, drelay.selector.score
-            monkeypatch.setattr(drelay.selector, "read", lambda i: (self.head_inputs.append(i), read(i))[1])
+
+            def noting_read(inputs):
+                self.head_inputs.append(inputs)
+                self.states.append(read(inputs))
+                return self.states[-1]
+
+            monkeypatch.setattr(drelay.selector, "read", noting_read)
             monkeypatch.setattr(drelay.selector, "score", lambda *a: self.scores.append(score(*a)) or self.scores[-1])
 
 
@@ -100,6 +102,7 @@ def run_objective(drelay, target, monkeypatch, config=None, **changes):
     objective = JointObjective(drelay, recorder.adapter, config or ObjectiveConfig())
     loss, terms = objective(states, input_ids, lengths, changes.pop("anchors", anchors), **changes)
     monkeypatch.undo()
+    terms = {name: value.item() for name, value in terms.items()}
     return SimpleNamespace(loss=loss, terms=terms, recorder=recorder, input_ids=input_ids, objective=objective)
 
 
@@ -208,17 +211,42 @@ class TestAnchors:
         assert torch.equal(draw([5, 6])[1], draw([9, 6])[1])
         assert not torch.equal(draw([5])[0], draw([6])[0])
 
-    def test_labels_are_the_tokens_behind_the_anchor(self):
+    def test_tokens_are_those_behind_the_anchor(self):
         input_ids = torch.arange(20).view(2, 10)
-        blocks = label_blocks(input_ids, torch.tensor([10, 6]), torch.tensor([[2, -1], [1, 3]]), K=3)
+        blocks = arrange_blocks(torch.tensor([[2, -1], [1, 3]]))
         assert (blocks.sequence.tolist(), blocks.anchor.tolist()) == ([0, 1, 1], [2, 1, 3])
-        assert blocks.labels.tolist() == [[3, 4, 5], [12, 13, 14], [14, 15, 16]]
-        assert blocks.valid.tolist() == [[True] * 3, [True] * 3, [True, True, False]]
+        assert blocks.tokens(input_ids, 1, 3).tolist() == [[3, 4, 5], [12, 13, 14], [14, 15, 16]]
+        assert blocks.tokens(input_ids, 4, 2).tolist() == [[6, 7], [15, 16], [17, 18]]
+        lengths = torch.tensor([10, 6])
+        assert blocks.inside(lengths, 1, 3).tolist() == [[True] * 3, [True] * 3, [True, True, False]]
+        assert blocks.inside(lengths, 4, 2).tolist() == [[True] * 2, [True, False], [False, False]]
 
-    def test_slots_behind_the_end_are_not_valid(self):
+    def test_what_lies_behind_the_end_does_not_count(self):
         """The anchor before the last token has one label; what is read beyond the tensor's end must not count."""
-        blocks = label_blocks(torch.arange(5)[None], torch.tensor([5]), torch.tensor([[3]]), K=3)
-        assert blocks.valid.tolist() == [[True, False, False]]
+        blocks = arrange_blocks(torch.tensor([[3]]))
+        assert blocks.tokens(torch.arange(5)[None], 1, 3).shape == (1, 3)
+        assert blocks.inside(torch.tensor([5]), 1, 3).tolist() == [[True, False, False]]
+
+    @given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=4), limit=st.one_of(st.none(), st.integers(1, 9)))
+    def test_blocks_of_the_selector_come_first_and_are_spread_over_each_sequence(self, counts, limit):
+        anchors = torch.tensor([[2 * i if i < count else -1 for i in range(9)] for count in counts])
+        blocks = arrange_blocks(anchors, limit)
+        places = list(zip(blocks.sequence.tolist(), blocks.column.tolist(), strict=True))
+        assert sorted(places) == [(b, i) for b, count in enumerate(counts) for i in range(count)]
+        assert blocks.anchor.tolist() == [anchors[place].item() for place in places]
+        chosen = places[: blocks.num_selected]
+        for b, count in enumerate(counts):
+            own = sorted(i for sequence, i in chosen if sequence == b)
+            assert len(own) == min(count, limit or count)
+            gaps = [after - before for before, after in zip([-1, *own], [*own, count], strict=False)]
+            assert max(gaps) - min(gaps[:-1]) <= 1 or count <= (limit or count)
+
+
+def labelled(run, K: int) -> SimpleNamespace:
+    """Right tokens `(N, K)` of all slots of a run, and which of them count."""
+    blocks = arrange_blocks(ANCHORS)
+    labels, valid = blocks.tokens(run.input_ids, 1, K), blocks.inside(torch.tensor(LENGTHS), 1, K)
+    return SimpleNamespace(labels=labels, valid=valid)
 
 
 def naive_terms(run, drelay, config) -> dict[str, float]:
@@ -290,7 +318,7 @@ class TestLoss:
         drelay = make_drelay(target)
         run = run_objective(drelay, target, monkeypatch)
         pool = run.recorder.head_inputs[0].pool.ids
-        labels = label_blocks(run.input_ids, torch.tensor(LENGTHS), ANCHORS, drelay.config.num_drafts).labels
+        labels = labelled(run, drelay.config.num_drafts).labels
         held = (pool == labels[..., None]).any(-1)
         assert held.any() and not held.all(), "this batch must have slots of both kinds"
         (gradient,) = torch.autograd.grad(run.loss, run.recorder.scores[0])
@@ -319,7 +347,7 @@ class TestLoss:
     def test_accuracies_are_those_of_the_walk_along_right_tokens(self, target, monkeypatch):
         run = run_objective(make_drelay(target), target, monkeypatch)
         inputs, scores = run.recorder.head_inputs[0], run.recorder.scores[0]
-        blocks = label_blocks(run.input_ids, torch.tensor(LENGTHS), ANCHORS, scores.shape[1])
+        blocks = labelled(run, scores.shape[1])
         lengths = {"expected_accepted": [], "expected_accepted_kept": []}
         for n in range(NUM_BLOCKS):
             for name, choose in (
@@ -339,14 +367,14 @@ class TestLoss:
 class TestSelectorBlocks:
     @pytest.mark.parametrize("limit", [1, 3, NUM_BLOCKS, 99, None])
     def test_selector_sees_the_asked_number_of_blocks(self, target, limit, monkeypatch):
-        run = run_objective(make_drelay(target), target, monkeypatch, num_selector_blocks=limit)
-        assert len(run.recorder.head_inputs[0].anchor_ids) == min(limit or NUM_BLOCKS, NUM_BLOCKS)
+        run = run_objective(make_drelay(target), target, monkeypatch, num_selector_anchors=limit)
+        assert len(run.recorder.head_inputs[0].anchor_ids) == min(limit or 5, 5) + min(limit or 2, 2)
         assert len(run.recorder.hidden[0]) == NUM_BLOCKS
 
-    def test_blocks_for_the_selector_are_spread_over_the_batch(self, target, monkeypatch):
-        run = run_objective(make_drelay(target), target, monkeypatch, num_selector_blocks=2)
+    def test_selector_sees_blocks_of_every_sequence(self, target, monkeypatch):
+        run = run_objective(make_drelay(target), target, monkeypatch, num_selector_anchors=1)
         ids = run.input_ids
-        assert run.recorder.head_inputs[0].anchor_ids.tolist() == [ids[0, 1].item(), ids[1, 9].item()]
+        assert run.recorder.head_inputs[0].anchor_ids.tolist() == [ids[0, 15].item(), ids[1, 9].item()]
 
 
 def gradients(drelay, run) -> dict[str, torch.Tensor]:
@@ -402,7 +430,7 @@ class TestGradients:
         run = run_objective(drelay, target, monkeypatch, config)
         (found,) = torch.autograd.grad(run.loss, run.recorder.scores[0], retain_graph=True)
         scores = run.recorder.scores[0].detach().requires_grad_()
-        labels = label_blocks(run.input_ids, torch.tensor(LENGTHS), ANCHORS, scores.shape[1])
+        labels = labelled(run, scores.shape[1])
         hits = (run.recorder.head_inputs[0].pool.ids == labels.labels[..., None]) & labels.valid[..., None]
         held, own = hits.any(-1), (scores.log_softmax(-1) * hits).sum(-1)
         shares = contribution_weights(torch.where(held, own.exp(), torch.zeros_like(own)).detach()).clamp(min=0.1)
@@ -424,3 +452,182 @@ class TestContributionWeights:
 
     def test_slots_behind_a_sure_rejection_contribute_nothing(self):
         assert contribution_weights(torch.tensor([[0.5, 0.0, 0.9]])).tolist() == [[1.0, pytest.approx(0.95), 0.0]]
+
+
+def chunked(target, monkeypatch, **fields):
+    drelay = make_drelay(target)
+    whole = run_objective(drelay, target, monkeypatch, ObjectiveConfig(**fields))
+    parts = run_objective(drelay, target, monkeypatch, ObjectiveConfig(chunk_rows=8, **fields))
+    return drelay, whole, parts
+
+
+class TestChunks:
+    def test_loss_and_gradients_do_not_depend_on_the_chunks(self, target, monkeypatch):
+        drelay, whole, parts = chunked(target, monkeypatch)
+        assert max(len(hidden) for hidden in parts.recorder.hidden) == 2 < NUM_BLOCKS
+        torch.testing.assert_close(parts.loss, whole.loss)
+        expected, found = gradients(drelay, whole), gradients(drelay, parts)
+        assert expected.keys() == found.keys()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+def soft_targets(target, input_ids, k=6) -> SoftTargets:
+    with torch.no_grad():
+        top = target(input_ids).logits.log_softmax(-1).topk(k, dim=-1)
+    return SoftTargets(top.indices, top.values)
+
+
+class TestSoftTargets:
+    @pytest.mark.parametrize("base_loss", ["kl", "l1"])
+    @pytest.mark.parametrize("fields", [{}, {"draft_vocab_size": 12}], ids=["all", "shortlist"])
+    def test_base_loss_is_the_mixture_written_out(self, target, base_loss, fields, monkeypatch):
+        drelay = make_drelay(target, **fields)
+        config = ObjectiveConfig(base_loss=base_loss, soft_weight=0.3, repair_weight=0.0)
+        soft = soft_targets(target, make_batch(target)[1])
+        run = run_objective(drelay, target, monkeypatch, config, soft_targets=soft)
+        shortlist = drelay.drafter.draft_token_ids
+        allowed = list(range(V)) if shortlist is None else shortlist.tolist()
+        logits = run.objective.adapter.logits(run.recorder.hidden[0], shortlist).detach()
+        slots, blocks = labelled(run, drelay.config.num_drafts), arrange_blocks(ANCHORS)
+        total = weights = 0.0
+        for n, i in slots.valid.nonzero().tolist():
+            label = slots.labels[n, i].item()
+            if label not in allowed:
+                continue
+            q = dict(zip(allowed, logits[n, i].softmax(-1).tolist(), strict=True))
+            place = blocks.sequence[n], blocks.anchor[n] + i  # the label is what the target wrote after this position
+            p = dict(zip(soft.ids[place].tolist(), soft.log_probs[place].exp().tolist(), strict=True))
+            p = {token: share for token, share in p.items() if token in allowed}
+            if base_loss == "kl":
+                mass = sum(p.values())
+                other = sum(share / mass * math.log(share / mass / q[token]) for token, share in p.items())
+            else:
+                other = sum(abs(share - q[token]) for token, share in p.items())
+                other = 0.5 * (other + abs(sum(p.values()) - sum(q[token] for token in p)))
+            weight = math.exp(-i / config.decay)
+            total += weight * (0.7 * -math.log(q[label]) + 0.3 * other)
+            weights += weight
+        assert run.terms["base"] == pytest.approx(total / weights, rel=1e-4)
+
+    def test_missing_soft_targets_are_named(self, target, monkeypatch):
+        with pytest.raises(ValueError, match="`base_loss` 'kl' needs `soft_targets`"):
+            run_objective(make_drelay(target), target, monkeypatch, ObjectiveConfig(base_loss="kl"))
+
+    @pytest.mark.parametrize("fields", [{"base_loss": "mse"}, {"slot_weight": "flat"}, {"soft_weight": 1.5}])
+    def test_impossible_settings_raise(self, fields):
+        with pytest.raises(ValueError, match=f"`{next(iter(fields))}` is"):
+            ObjectiveConfig(**fields)
+
+
+class TestSlotWeight:
+    def test_dpace_weight_is_the_chance_to_get_as_far_and_beyond(self, target, monkeypatch):
+        drelay = make_drelay(target)
+        config = ObjectiveConfig(slot_weight="dpace", dpace_floor=0.4, repair_weight=0.0)
+        run = run_objective(drelay, target, monkeypatch, config)
+        log_probs = run.objective.adapter.logits(run.recorder.hidden[0]).detach().log_softmax(-1)
+        slots = labelled(run, drelay.config.num_drafts)
+        total = weights = 0.0
+        for n in range(NUM_BLOCKS):
+            losses = [-log_probs[n, i, slots.labels[n, i]].item() for i in range(slots.valid[n].sum())]
+            chances = [0.6 * math.exp(-loss) + 0.4 for loss in losses]
+            reach = [math.prod(chances[: i + 1]) for i in range(len(chances))]
+            for i, loss in enumerate(losses):
+                total += sum(reach[i:]) * loss
+                weights += sum(reach[i:])
+        assert run.terms["base"] == pytest.approx(total / weights, rel=1e-4)
+
+
+def remember_known(selector, state, known, num_tokens):
+    return selector.remember(state, known[:, :num_tokens])
+
+
+class TestLoop:
+    """Training unrolls what DLoop drafts."""
+
+    @every_layout
+    @pytest.mark.parametrize("norm", ["hidden", "final"])
+    @pytest.mark.parametrize("loop_tokens", [2, None])
+    def test_last_stage_equals_the_third_stage_of_a_session(self, target, fields, norm, loop_tokens, monkeypatch):
+        drelay = make_drelay(target, provisional_norm=norm, **fields)
+        run = run_objective(
+            drelay, target, monkeypatch, ObjectiveConfig(loop_depth=3, loop_tokens=loop_tokens), **LONG_ENOUGH
+        )
+        states, input_ids, _, _ = make_batch(target)
+        n = loop_tokens or drelay.config.num_drafts
+        sequence, anchor = 0, 1
+        recorder = Recorder(drelay, target, monkeypatch)
+        session = DraftSession(drelay.drafter, recorder.adapter)
+        with torch.no_grad():
+            session.extend(states[sequence : sequence + 1, :anchor])
+            for stage in range(3):
+                start = anchor + stage * n
+                session.anchor_ids = input_ids[sequence, start : start + 1]
+                proposal = Proposal(None, V, is_sampled=False)
+                proposal.input_ids = input_ids[sequence : sequence + 1, : start + 1]
+                block = drelay.draft(session.anchor_ids, session, proposal).first(n)
+                # What was drafted is what the target wrote.
+                known = input_ids[sequence : sequence + 1, start : start + n + 1]
+                block.draft_ids = known[:, 1:]
+                block.remember = partial(remember_known, drelay.selector, recorder.states[-1], known)
+                drelay.continue_after(block, session)
+        monkeypatch.undo()
+        drafted, trained = recorder.head_inputs[2], run.recorder.head_inputs[2]
+        close = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(trained.hidden_states[:1], drafted.hidden_states, **close)
+        seen = drafted.history_mask
+        assert trained.history_mask[:1].equal(seen)
+        torch.testing.assert_close(trained.history[:1][seen], drafted.history[seen], **close)
+        torch.testing.assert_close(trained.earlier[:1], drafted.earlier, **close)
+        assert (trained.offset, trained.anchor_ids[0]) == (drafted.offset, drafted.anchor_ids[0])
+        assert trained.pool.ids[:1].equal(drafted.pool.ids)
+
+    def test_loss_is_the_mean_of_the_first_and_the_last_stage(self, target, monkeypatch):
+        run = run_objective(
+            make_drelay(target), target, monkeypatch, ObjectiveConfig(loop_depth=3, loop_tokens=2), **LONG_ENOUGH
+        )
+        stages = [
+            run.terms[f"base{suffix}"] + 0.1 * run.terms[f"support{suffix}"] + run.terms[f"repair{suffix}"]
+            for suffix in ("", "_stage3")
+        ]
+        assert run.loss.item() == pytest.approx(sum(stages) / 2, rel=1e-5)
+        alone = run_objective(make_drelay(target), target, monkeypatch, **LONG_ENOUGH)
+        assert alone.loss.item() == pytest.approx(stages[0], rel=1e-5)
+
+    def test_chain_of_hidden_states_and_every_part_get_a_gradient(self, target, monkeypatch):
+        drelay = make_drelay(target)
+        run = run_objective(drelay, target, monkeypatch, ObjectiveConfig(loop_depth=2, loop_tokens=2), **LONG_ENOUGH)
+        assert set(gradients(drelay, run)) == set(dict(drelay.named_parameters()))
+
+    def test_anchors_near_the_end_keep_the_loss_of_their_first_stage(self, target, monkeypatch):
+        late = {"anchors": torch.tensor([[14, 15], [8, 9]])}
+        run = run_objective(make_drelay(target), target, monkeypatch, ObjectiveConfig(loop_depth=3), **late)
+        assert run.terms["base_stage3"] == run.terms["repair_stage3"] == 0.0
+        assert run.terms["base"] > 0.0 and math.isfinite(run.loss.item())
+
+
+LONG_ENOUGH = {"anchors": torch.tensor([[1, 3, 5], [1, 2, -1]])}
+
+
+class TestShares:
+    def test_parts_of_a_batch_have_the_loss_of_the_whole(self, target):
+        """As two processes would compute it: weights are averaged over them, and so are the losses."""
+        drelay = make_drelay(target)
+        states, input_ids, lengths, anchors = make_batch(target)
+        adapter = drelay.adapter(target)
+        whole, _ = JointObjective(drelay, adapter, ObjectiveConfig())(states, input_ids, lengths, anchors)
+        totals: list[list[torch.Tensor]] = []
+
+        def part(b, share):
+            return JointObjective(drelay, adapter, ObjectiveConfig(), share)(
+                states[b : b + 1], input_ids[b : b + 1], lengths[b : b + 1], anchors[b : b + 1]
+            )[0]
+
+        for b in range(2):
+            totals.append([])
+            part(b, lambda total: totals[-1].append(total) or total)
+        losses = []
+        for b in range(2):
+            means = iter([(first + second) / 2 for first, second in zip(*totals, strict=True)])
+            losses.append(part(b, lambda total, means=means: next(means)))
+        torch.testing.assert_close(sum(losses) / 2, whole)

@@ -16,6 +16,9 @@ class FakeTokenizer:
 
     chat_template = None
 
+    def __len__(self):
+        return 40
+
     def __call__(self, text):
         return {"input_ids": [10 + ord(c) % 20 for c in text]}
 

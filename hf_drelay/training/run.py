@@ -1,0 +1,149 @@
+"""A whole training run from one configuration: target, drafter, data, trainer, and the folder that comes out."""
+
+import copy
+import json
+import shutil
+import tempfile
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_drelay.evaluation.records import environment, replace_file, write_json
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.modeling_drelay import DRelayModel
+from hf_drelay.targets import describe_demo_target, load_demo_target
+
+from .config import DRelayTrainingConfig
+from .data import ResponseExample, frequent_tokens, load_responses, split_by_prompt
+from .trainer import DRelayTrainer
+
+
+def load_target(config: DRelayTrainingConfig):
+    """The frozen target of a run with its tokenizer, on the device of the run. Returns `(model, tokenizer)`."""
+    dtype = getattr(torch, config.target_dtype)
+    if config.target is None:
+        return load_demo_target(dtype=dtype, device=config.device)
+    model = AutoModelForCausalLM.from_pretrained(config.target, dtype=dtype).to(config.device)
+    return model.eval(), AutoTokenizer.from_pretrained(config.target)
+
+
+def load_examples(config: DRelayTrainingConfig, tokenizer) -> tuple[list[ResponseExample], list[ResponseExample]]:
+    """Training and held-out examples."""
+    if not config.responses:
+        raise ValueError("`responses` names no file; make some with `hf-drelay prepare-data`.")
+    examples = load_responses(config.responses, tokenizer, config.max_length)
+    train, held_out = split_by_prompt(examples, config.num_held_out)
+    if not train:
+        raise ValueError(
+            f"All {len(examples)} responses are held out (`num_held_out` {config.num_held_out}); give more responses."
+        )
+    return train, held_out
+
+
+def drafter_config(config: DRelayTrainingConfig, target_config) -> DRelayConfig:
+    """Configuration of a new drafter."""
+    own = dict(config.drafter_config or {})
+    preset = config.preset or ("smollm2-135m" if config.target is None else None)
+
+    def build(**fields) -> DRelayConfig:
+        return DRelayConfig.preset(preset, **fields) if preset else DRelayConfig.for_target(target_config, **fields)
+
+    drafter = build(**own)
+    feeding = drafter.num_target_layers - drafter.num_hidden_layers - 1
+    if config.start_from_target and "target_layer_ids" not in own and feeding not in drafter.target_layer_ids:
+        # The fused feature starts as the tap that feeds the copied layers; the highest tap lies closest to it.
+        own["target_layer_ids"] = sorted({*drafter.target_layer_ids[:-1], feeding})
+        drafter = build(**own)
+    return drafter
+
+
+def build_drafter(config: DRelayTrainingConfig, target, train_examples: list[ResponseExample]) -> DRelayModel:
+    """The drafter that a run starts from, in fp32."""
+    if config.drafter is not None:
+        return DRelayModel.from_pretrained(config.drafter, dtype=torch.float32).to(config.device)
+    torch.manual_seed(config.seed)
+    own = drafter_config(config, target.config)
+    drelay = DRelayModel(own)
+    if own.draft_vocab_size is not None:
+        drelay.set_shortlist(frequent_tokens(train_examples, own.draft_vocab_size, always=own.eos_token_ids))
+    if config.start_from_target:
+        drelay.drafter.initialize_from_target(target)
+    return drelay.to(config.device)
+
+
+def train(config: DRelayTrainingConfig) -> Path:
+    """
+    Run the training, or go on where an earlier call with the same `output_dir` stopped.
+
+    Returns:
+        The folder with the trained drafter (`output_dir/drafter`). Beside it lie `recipe.yaml` and
+        `training_log.json`.
+    """
+    output = Path(config.output_dir)
+    _claim(output, config)
+    target, tokenizer = load_target(config)
+    train_examples, held_out = load_examples(config, tokenizer)
+    drelay = build_drafter(config, target, train_examples)
+    started = time.perf_counter()
+    trainer = DRelayTrainer(drelay, target, config, train_examples, held_out)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)))
+    trainer.evaluate()
+    if trainer.is_world_process_zero():
+        drelay.requires_grad_(True)
+        save_release(drelay, output / "drafter")
+        log = {
+            "environment": environment(),
+            "target": describe_demo_target(target) if config.target is None else {"name": config.target},
+            "num_examples": len(train_examples),
+            "num_tokens": trainer.train_dataset.num_tokens,
+            "minutes_of_this_sitting": (time.perf_counter() - started) / 60,
+            "recipe": recipe(config),
+            "log": trainer.state.log_history,
+        }
+        write_json(output / "training_log.json", log)
+        shutil.copyfile(output / "training_log.json", output / "drafter" / "training_log.json")
+        shutil.copyfile(output / "recipe.yaml", output / "drafter" / "recipe.yaml")
+    return output / "drafter"
+
+
+def recipe(config: DRelayTrainingConfig) -> dict:
+    """What a configuration sets: the arguments that differ from their defaults, but for the folder."""
+    defaults = DRelayTrainingConfig(output_dir=config.output_dir, use_cpu=config.use_cpu)
+    names = [f.name for f in fields(DRelayTrainingConfig) if f.init and f.name not in ("output_dir", "logging_dir")]
+    values = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
+    return json.loads(json.dumps(values, default=str))
+
+
+def save_release(drelay: DRelayModel, folder: Path) -> None:
+    """Weights in bfloat16 and a configuration that loads them as float32, in which CPUs are fast. No code files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        copy.deepcopy(drelay).to(torch.bfloat16).save_pretrained(scratch)
+        config = json.loads((Path(scratch) / "config.json").read_text()) | {"dtype": "float32"}
+        config.pop("use_cache", None)  # put there by the trainer
+        write_json(folder / "config.json", config)
+        replace_file(
+            folder / "model.safetensors", lambda part: shutil.copyfile(Path(scratch) / "model.safetensors", part)
+        )
+
+
+def _claim(output: Path, config: DRelayTrainingConfig) -> None:
+    """Note the recipe in the folder of the run; refuse one that holds checkpoints of another recipe."""
+    file = output / "recipe.yaml"
+    own = recipe(config)
+    if file.exists() and get_last_checkpoint(str(output)) is not None:
+        other = yaml.safe_load(file.read_text(encoding="utf-8"))
+        different = sorted(name for name in {**own, **other} if own.get(name) != other.get(name))
+        if different:
+            raise ValueError(
+                f"`output_dir` {str(output)!r} holds a run with another `{different[0]}` "
+                f"({other.get(different[0])!r}, now {own.get(different[0])!r}); give another folder, or the same "
+                "arguments to go on."
+            )
+    text = yaml.safe_dump(own, sort_keys=False, allow_unicode=True)
+    replace_file(file, lambda part: part.write_text(text, encoding="utf-8"))
