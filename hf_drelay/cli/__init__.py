@@ -7,6 +7,7 @@ import typer
 
 from .environment import env
 from .generate import generate
+from .training import check, prepare_data, train
 
 
 app = typer.Typer(
@@ -15,5 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, env):
+for command in (generate, prepare_data, env):
     app.command()(command)
+for command in (check, train):  # their flags are those of the training configuration, known to its parser only
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(command)

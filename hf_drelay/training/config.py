@@ -35,6 +35,8 @@ class DRelayTrainingConfig(TrainingArguments):
 
     Args:
         responses (`list[str]`): Response files.
+        held_out (`list[str]`): Response files to measure replay τ on; their prompts are not trained on. Without them,
+            `num_held_out` examples are kept from the training.
         num_anchors (`int`): Blocks per sequence and step, drawn anew in every epoch.
         max_length (`int`): Sequences are cut to that many tokens.
         num_held_out (`int`): Examples kept from training to measure replay τ.
@@ -74,6 +76,7 @@ class DRelayTrainingConfig(TrainingArguments):
     start_from_target: bool = _field(True, "Start a new drafter from the target's last layers.")
 
     responses: list[str] = _field([], "Response files.")
+    held_out: list[str] = _field([], "Response files to measure replay τ on.")
     num_anchors: int = _field(48, "Blocks per sequence and step.")
     max_length: int = _field(512, "Longest sequence in tokens.")
     num_held_out: int = _field(64, "Examples kept from training.")

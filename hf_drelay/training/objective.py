@@ -180,6 +180,11 @@ class JointObjective:
                 terms |= {f"{name}_stage{number + 1}" if number else name: value for name, value in own.items()}
         return torch.stack(losses).mean(), terms
 
+    def block_rows(self, states, input_ids: torch.LongTensor, anchors: torch.LongTensor) -> torch.Tensor:
+        """Backbone rows `(B, A, S, H)` of all blocks, as the loss sees them."""
+        features = self.model.drafter.fuse(states.to(self.model.drafter.dtype))
+        return StageUnroll(self.model, self.adapter, features, input_ids, anchors).draft()
+
     def _stage(self, batch: _Batch, blocks: Blocks, offset: int, rows: torch.Tensor) -> _Stage:
         """Look up what the slots of `rows` `(N, S, H)` should say and what they do say."""
         drafter, K = self.model.drafter, self.model.config.num_drafts

@@ -37,10 +37,16 @@ def load_examples(config: DRelayTrainingConfig, tokenizer) -> tuple[list[Respons
     if not config.responses:
         raise ValueError("`responses` names no file; make some with `hf-drelay prepare-data`.")
     examples = load_responses(config.responses, tokenizer, config.max_length)
-    train, held_out = split_by_prompt(examples, config.num_held_out)
+    if config.held_out:
+        held_out = load_responses(config.held_out, tokenizer, config.max_length)
+        prompts = {example.prompt for example in held_out}
+        train = [example for example in examples if example.prompt not in prompts]
+    else:
+        train, held_out = split_by_prompt(examples, config.num_held_out)
     if not train:
         raise ValueError(
-            f"All {len(examples)} responses are held out (`num_held_out` {config.num_held_out}); give more responses."
+            f"All {len(examples)} responses are held out (`held_out` {config.held_out}, `num_held_out` "
+            f"{config.num_held_out}); give more responses."
         )
     return train, held_out
 
@@ -76,6 +82,14 @@ def build_drafter(config: DRelayTrainingConfig, target, train_examples: list[Res
     return drelay.to(config.device)
 
 
+def build_trainer(config: DRelayTrainingConfig):
+    """Everything of a run, ready to start. Returns `(trainer, tokenizer)`."""
+    target, tokenizer = load_target(config)
+    train_examples, held_out = load_examples(config, tokenizer)
+    drelay = build_drafter(config, target, train_examples)
+    return DRelayTrainer(drelay, target, config, train_examples, held_out), tokenizer
+
+
 def train(config: DRelayTrainingConfig) -> Path:
     """
     Run the training, or go on where an earlier call with the same `output_dir` stopped.
@@ -86,20 +100,17 @@ def train(config: DRelayTrainingConfig) -> Path:
     """
     output = Path(config.output_dir)
     _claim(output, config)
-    target, tokenizer = load_target(config)
-    train_examples, held_out = load_examples(config, tokenizer)
-    drelay = build_drafter(config, target, train_examples)
     started = time.perf_counter()
-    trainer = DRelayTrainer(drelay, target, config, train_examples, held_out)
+    trainer, _ = build_trainer(config)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)))
     trainer.evaluate()
     if trainer.is_world_process_zero():
-        drelay.requires_grad_(True)
-        save_release(drelay, output / "drafter")
+        trainer.model.requires_grad_(True)
+        save_release(trainer.model, output / "drafter")
         log = {
             "environment": environment(),
-            "target": describe_demo_target(target) if config.target is None else {"name": config.target},
-            "num_examples": len(train_examples),
+            "target": describe_demo_target(trainer.target) if config.target is None else {"name": config.target},
+            "num_examples": len(trainer.train_dataset),
             "num_tokens": trainer.train_dataset.num_tokens,
             "minutes_of_this_sitting": (time.perf_counter() - started) / 60,
             "recipe": recipe(config),

@@ -70,7 +70,9 @@ class DRelayTrainer(Trainer):
         target.requires_grad_(False).eval()
         self.target = target
         self.adapter = model.adapter(target)
-        self.held_out = [e for e in held_out if e.mode == "greedy"][: args.num_replayed]
+        greedy = [e for e in held_out if e.mode == "greedy"]
+        # Spread over the files, which hold one kind of prompt each.
+        self.held_out = greedy[:: max(1, len(greedy) // args.num_replayed)][: args.num_replayed]
         self.clock = PhaseClock()
         self._num_tokens = 0
         self._terms: dict[str, list[torch.Tensor]] = {}
@@ -115,6 +117,10 @@ class DRelayTrainer(Trainer):
             }
             folder = FeatureFolder(f"{args.feature_folder}/process-{args.process_index}", about)
         return FeatureStore(self.adapter, taps, num_soft, args.feature_bytes, folder)
+
+    def train(self, *args, **kwargs):
+        self.clock = PhaseClock()
+        return super().train(*args, **kwargs)
 
     @property
     def progress(self) -> float:

@@ -1,4 +1,4 @@
-"""Short runs of the trainer on a tiny target, and the store of the target's hidden states."""
+"""Short runs of the trainer on a tiny target."""
 
 import copy
 
@@ -13,7 +13,6 @@ from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.training import trainer as trainer_module
 from hf_drelay.training.config import DRelayTrainingConfig
 from hf_drelay.training.data import ResponseExample
-from hf_drelay.training.features import FeatureStore
 from hf_drelay.training.trainer import DRelayTrainer, ResponseDataset, collate
 
 
@@ -87,7 +86,7 @@ def changed_parameters(trainer) -> set[str]:
 class TestRun:
     def test_backbone_and_selector_change_in_a_joint_run(self, target, tmp_path):
         """All but the projection of repaired tokens, which only a second stage uses."""
-        trainer = make_trainer(target, tmp_path)
+        trainer = make_trainer(target, tmp_path, max_steps=6)
         missing = set(dict(trainer.model.named_parameters())) - changed_parameters(trainer)
         assert missing == {"selector.repaired_proj.weight"}
 
@@ -171,6 +170,18 @@ class TestSchedule:
         trainer.train()
         return shares
 
+    def test_selector_joins_in_after_its_start(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, max_steps=4, selector_start=0.5)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        assert ["repair" in log for log in logs] == [False, False, True, True]
+
+    def test_stages_are_unrolled_after_the_start_of_the_loop(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, max_steps=4, loop_start=0.75, loop_depth=2, loop_tokens=1)
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        assert ["base_stage2" in log for log in logs] == [False, False, False, True]
+
     @pytest.mark.parametrize(
         ("start", "expected"), [(1.0, [0, 0, 0, 0]), (0.0, [0, 0.25, 0.5, 0.75]), (0.5, [0, 0, 0, 0.5])]
     )
@@ -186,9 +197,9 @@ class TestAnchors:
         seen = []
         objective, get = trainer.objective, trainer.features.get
 
-        def spy(states, input_ids, lengths, anchors, **kwargs):
+        def spy(anchors, **kwargs):
             seen[-1] += (anchors.tolist(),)
-            return objective(states, input_ids, lengths, anchors, **kwargs)
+            return objective(anchors=anchors, **kwargs)
 
         def spy_keys(keys, *args):
             seen.append((int(trainer.state.epoch or 0), tuple(keys)))
@@ -206,7 +217,8 @@ class TestAnchors:
         for epoch, keys, anchors in self._anchors(make_trainer(target, tmp_path, **options), monkeypatch):
             drawn.update({(epoch, key): tuple(row) for key, row in zip(keys, anchors, strict=True)})
         assert len(drawn) == 8
-        assert len({row for (_, key), row in drawn.items() if key == 0}) > 1
+        first = min(key for _, key in drawn)
+        assert len({row for (_, key), row in drawn.items() if key == first}) > 1
 
     def test_anchors_depend_on_seed_epoch_and_example_alone(self, target, tmp_path, monkeypatch):
         """A resumed run, or one with another batch size, must train on the same blocks."""
@@ -241,7 +253,7 @@ class TestEvaluate:
     def test_backbone_alone_is_measured_without_a_trained_selector(self, target, tmp_path, fields):
         trainer = make_trainer(target, tmp_path, drelay=make_drelay(target, **fields), train_selector=False)
         metrics = trainer.evaluate()
-        assert "eval_acceptance_length_backbone" in metrics and "eval_acceptance_length" not in metrics
+        assert metrics["eval_acceptance_length"] == metrics["eval_acceptance_length_backbone"]
 
     def test_only_greedy_responses_are_replayed_and_only_so_many(self, target, tmp_path):
         held_out = make_examples(2, mode="sample") + make_examples(5)
@@ -277,8 +289,13 @@ class TestConfig:
 
     @pytest.mark.parametrize("name", ["num_anchors", "num_selector_anchors"])
     def test_number_of_anchors_below_one_raises(self, tmp_path, name):
-        with pytest.raises(ValueError, match=f"`{name}` 0.* must be at least 1"):
+        with pytest.raises(ValueError, match=f"`{name}` is 0; expected at least 1"):
             DRelayTrainingConfig(output_dir=str(tmp_path), **{name: 0})
+
+    @pytest.mark.parametrize("name", ["selector_start", "loop_start", "contribution_start", "least_after"])
+    def test_share_outside_its_range_raises(self, tmp_path, name):
+        with pytest.raises(ValueError, match=f"`{name}` is 1.5; expected a share"):
+            DRelayTrainingConfig(output_dir=str(tmp_path), **{name: 1.5})
 
     def test_drafter_of_another_target_raises(self, target, tmp_path):
         other = make_drelay(target, vocab_size=V + 1)
@@ -299,78 +316,66 @@ class TestDataset:
         assert all(row["input_ids"].tolist() == list(range(6)) for row in dataset)
 
     def test_batch_is_padded_on_the_right(self):
-        rows = [{"key": 4, "input_ids": torch.tensor([5, 6]), "prompt_length": 1}]
-        rows += [{"key": 7, "input_ids": torch.tensor([7, 8, 9]), "prompt_length": 2}]
+        rows = [{"key": "four", "input_ids": torch.tensor([5, 6]), "prompt_length": 1}]
+        rows += [{"key": "seven", "input_ids": torch.tensor([7, 8, 9]), "prompt_length": 2}]
         batch = collate(rows)
         assert batch["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9]]
         assert (batch["lengths"].tolist(), batch["prompt_lengths"].tolist()) == ([2, 3], [1, 2])
-        assert batch["keys"].tolist() == [4, 7]
+        assert batch["keys"] == ["four", "seven"]
 
 
-class TestFeatureStore:
-    IDS = torch.tensor([[3, 4, 5, 6, 7], [8, 9, 10, 0, 0]])
+class TestHopelessRun:
+    @pytest.mark.parametrize(("least", "expected"), [(1.0, 4), (9.0, 2)])
+    def test_run_below_the_least_acceptance_length_is_stopped(self, target, tmp_path, caplog, least, expected):
+        options = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 4}
+        trainer = make_trainer(target, tmp_path, least_acceptance_length=least, least_after=0.5, **options)
+        trainer.train()
+        assert trainer.state.global_step == expected
+        assert ("below `least_acceptance_length`" in caplog.text) == (least == 9.0)
 
+
+class TestFeatures:
+    def test_folder_that_would_grow_too_large_is_refused(self, target, tmp_path):
+        with pytest.raises(ValueError, match="`feature_folder` would take .* `feature_folder_bytes` allows"):
+            make_trainer(target, tmp_path, feature_folder=str(tmp_path / "f"), feature_folder_bytes=1000)
+
+    def test_run_with_a_folder_equals_one_without(self, target, tmp_path):
+        states = []
+        for options in ({}, {"feature_folder": str(tmp_path / "f")}, {"feature_folder": str(tmp_path / "f")}):
+            trainer = make_trainer(target, tmp_path, base_loss="kl", **options)
+            trainer.train()
+            states.append(trainer.model.state_dict())
+        torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
+        torch.testing.assert_close(states[2], states[0], rtol=0, atol=0)
+
+
+class TestResume:
     @staticmethod
-    def _store(target, max_bytes):
-        """A store, and the list of batch sizes of the target's forwards."""
-        store, calls = FeatureStore(make_drelay(target).adapter(target), [0, 1], max_bytes), []
-        target.model.register_forward_pre_hook(
-            lambda module, args, kwargs: calls.append(len(kwargs["input_ids"])), with_kwargs=True
-        )
-        return store, calls
+    def run(target, folder, **options) -> DRelayTrainer:
+        own = {"examples": make_examples(10), "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+        return make_trainer(target, folder, **own | options)
 
-    @pytest.fixture(autouse=True)
-    def _remove_hooks(self, target):
-        yield
-        target.model._forward_pre_hooks.clear()
-        target.model._forward_pre_hooks_with_kwargs.clear()
+    def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(self, target, tmp_path):
+        """Ten examples make five steps of an epoch: the run stops in the first one and goes on into the second."""
+        whole = self.run(target, tmp_path / "whole")
+        whole.train()
 
-    @pytest.mark.parametrize("max_bytes", [0, 1 << 20], ids=["no_memory", "memory"])
-    def test_states_are_those_of_each_sequence_alone(self, target, max_bytes):
-        store, _ = self._store(target, max_bytes)
-        for _ in range(2):  # computed, and kept or computed again
-            states = store.get([0, 1], self.IDS, [5, 3])
-            for row, length in ((0, 5), (1, 3)):
-                with torch.no_grad():
-                    hidden = target(self.IDS[row : row + 1, :length], output_hidden_states=True).hidden_states
-                expected = torch.cat([hidden[1], hidden[2]], dim=-1)[0]
-                torch.testing.assert_close(states[row, :length], expected, rtol=1e-4, atol=1e-5)
-            assert not states[1, 3:].any()
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 3:
+                    raise KeyboardInterrupt
 
-    def test_target_is_asked_once_when_the_states_fit(self, target):
-        store, calls = self._store(target, 1 << 20)
-        first = store.get([0, 1], self.IDS, [5, 3])
-        assert torch.equal(store.get([0, 1], self.IDS, [5, 3]), first)
-        assert calls == [2]
+        stopped = self.run(target, tmp_path / "parts")
+        stopped.add_callback(Stop())
+        with pytest.raises(KeyboardInterrupt):
+            stopped.train()
+        resumed = self.run(target, tmp_path / "parts")
+        resumed.train(resume_from_checkpoint=True)
+        assert resumed.state.global_step == 6
+        torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=1e-6)
 
-    def test_kept_states_serve_other_batches(self, target):
-        store, calls = self._store(target, 1 << 20)
-        first = store.get([0, 1], self.IDS, [5, 3])
-        alone = store.get([1], self.IDS[1:, :3], [3])
-        assert torch.equal(alone, first[1:, :3]) and calls == [2]
-
-    def test_target_is_asked_again_without_memory(self, target):
-        store, calls = self._store(target, 0)
-        store.get([0, 1], self.IDS, [5, 3])
-        store.get([0, 1], self.IDS, [5, 3])
-        assert calls == [2, 2]
-
-    def test_states_that_do_not_fit_are_not_kept(self, target):
-        size = 3 * 2 * H * 4  # of the shorter sequence in bytes
-        store, calls = self._store(target, size)
-        store.get([0, 1], self.IDS, [5, 3])
-        assert store.free_bytes == 0
-        store.get([1], self.IDS[1:, :3], [3])
-        store.get([0], self.IDS[:1], [5])
-        assert calls == [2, 1]
-
-    def test_memory_is_not_charged_twice(self, target):
-        store, _ = self._store(target, 1 << 20)
-        store.get([1], self.IDS[1:, :3], [3])
-        left = store.free_bytes
-        store.get([0, 1], self.IDS, [5, 3])  # the second is known, the first is not, both are computed
-        assert left - store.free_bytes == 5 * 2 * H * 4
-
-    def test_states_carry_no_gradient(self, target):
-        store, _ = self._store(target, 0)
-        assert not store.get([0, 1], self.IDS, [5, 3]).requires_grad
+    def test_accumulated_steps_equal_the_mean_of_their_parts(self, target, tmp_path):
+        trainer = self.run(target, tmp_path, gradient_accumulation_steps=2, max_steps=1, logging_steps=1)
+        trainer.train()
+        (log,) = [log for log in trainer.state.log_history if "loss" in log]
+        assert log["loss"] == pytest.approx(log["base"] + 0.1 * log["support"] + log["repair"], rel=1e-3)

@@ -1,0 +1,90 @@
+"""What a training run would take, from its configuration alone: parameters, memory, steps, arithmetic."""
+
+import torch
+from transformers import AutoConfig
+
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.modeling_drelay import DRelayModel
+
+from .config import DRelayTrainingConfig
+from .data import read_jsonl
+from .run import drafter_config
+
+
+# Sustained rates to express the arithmetic in: two CPU cores with bf16 units, one and eight data-centre GPUs.
+RATES = {"two CPU cores (0.7 TFLOP/s)": 0.7e12, "one GPU (250 TFLOP/s)": 250e12, "eight GPUs (2 PFLOP/s)": 2e15}
+BYTES_PER_PARAMETER = 16  # weight, gradient and two moments, fp32
+MEAN_LENGTH = 0.6  # of a sequence, as a share of `max_length`, when no file tells
+
+
+def plan_run(config: DRelayTrainingConfig) -> dict[str, str]:
+    """Rows for people. Times are arithmetic divided by a rate that is assumed, not measured."""
+    drafter = _drafter_config(config)
+    with torch.device("meta"):
+        model = DRelayModel(drafter)
+    backbone = sum(p.numel() for p in model.drafter.parameters())
+    selector = sum(p.numel() for p in model.selector.parameters()) if model.selector is not None else 0
+    num_examples, mean_length = _examples(config)
+    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+    steps = config.max_steps
+    if steps <= 0:
+        if num_examples is None:
+            raise ValueError("`max_steps` is not set, and no file of `responses` can be read to count the examples.")
+        steps = -(-num_examples // batch) * int(config.num_train_epochs)
+    target = _target_parameters(drafter)
+    flops = _flops_per_sequence(config, drafter, backbone, selector, target, mean_length) * batch * steps
+    weights = (backbone + selector) * BYTES_PER_PARAMETER
+    rows = config.per_device_train_batch_size * config.num_anchors * drafter.block_size
+    activations = rows * drafter.hidden_size * (drafter.num_hidden_layers * 34 + 12)
+    logits = 4 * 4 * min(config.chunk_rows, rows) * drafter.output_vocab_size
+    known = "unknown" if num_examples is None else f"{num_examples:,}"
+    return {
+        "drafter parameters": f"{backbone / 1e6:,.1f} M backbone, {selector / 1e6:,.1f} M selector",
+        "target parameters": f"about {target / 1e6:,.0f} M, frozen, {config.target_dtype}",
+        "examples": f"{known}, about {mean_length:.0f} tokens each",
+        "steps": f"{steps:,} of {batch} sequences and {batch * config.num_anchors:,} blocks",
+        "memory for weights and optimizer": f"{weights / 1e9:.1f} GB drafter, {2 * target / 1e9:.1f} GB target",
+        "memory for activations": f"about {activations / 1e9:.1f} GB, and {logits / 1e9:.2f} GB of vocabulary logits",
+        "arithmetic": f"{flops / 1e15:,.2f} PFLOP",
+        **{f"time at {name}": _duration(flops / rate) for name, rate in RATES.items()},
+    }
+
+
+def _drafter_config(config: DRelayTrainingConfig) -> DRelayConfig:
+    if config.drafter is not None:
+        return DRelayConfig.from_pretrained(config.drafter)
+    needs_target = config.target is not None and config.preset is None
+    return drafter_config(config, AutoConfig.from_pretrained(config.target) if needs_target else None)
+
+
+def _examples(config: DRelayTrainingConfig) -> tuple[int | None, float]:
+    """Number and mean length of the examples; `None` and a guess when the files are not there."""
+    try:
+        lengths = [len(row["response_ids"]) for path in config.responses for row in read_jsonl(path)]
+    except FileNotFoundError:
+        lengths = []
+    if not lengths:
+        return None, MEAN_LENGTH * config.max_length
+    return len(lengths), min(config.max_length, sum(lengths) / len(lengths) + 64)
+
+
+def _target_parameters(drafter: DRelayConfig) -> int:
+    """About the size of the target: layers of the drafter's kind, and an embedding."""
+    H, D = drafter.hidden_size, drafter.head_dim
+    attention = H * D * (2 * drafter.num_attention_heads + 2 * drafter.num_key_value_heads)
+    return drafter.num_target_layers * (attention + 3 * H * drafter.intermediate_size) + drafter.vocab_size * H
+
+
+def _flops_per_sequence(config, drafter: DRelayConfig, backbone: int, selector: int, target: int, length: float):
+    """Two operations for each weight and token forward, four backward; frozen weights need two of these less."""
+    rows = config.num_anchors * drafter.block_size
+    candidates = config.num_selector_anchors * drafter.num_drafts * drafter.pool_size
+    dense_selector = selector - drafter.pair_rank * (2 * drafter.output_vocab_size)
+    head = 6 * config.num_anchors * drafter.num_drafts * drafter.output_vocab_size * drafter.hidden_size
+    drafting = 6 * backbone * (rows + length) + head + 6 * max(dense_selector, 0) * candidates
+    unrolled = 1 + (config.loop_depth - 1) * (1 - config.loop_start)
+    return drafting * unrolled + 2 * target * length
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:,.1f} min"
