@@ -1,0 +1,6 @@
+"""`python -m hf_drelay.cli`."""
+
+from . import app
+
+
+app()
