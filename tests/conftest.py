@@ -1,7 +1,10 @@
-"""What every test needs: one torch thread (unless told otherwise), and a Hub client that stays off the network."""
+"""What every test needs: one torch thread (unless told otherwise), a Hub client that stays off the network; and a tiny
+target on disk with responses it could have written, for those that run whole commands."""
 
+import json
 import os
 
+import pytest
 import torch
 
 
@@ -11,3 +14,90 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "OMP_NUM_THREADS" not in os.environ:
     # Tiny models gain nothing from threads and lose to their overhead.
     torch.set_num_threads(1)
+
+
+VOCAB_SIZE = 32
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory):
+    """Folder of a Llama target of three layers and 32 words; every response ends with token 2."""
+    # Here and not above: the Hub client must be told to stay off the network before it is imported.
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = ["<pad>", "<bos>", "<eos>", "<user>", "<answer>", *(f"w{i}" for i in range(5, VOCAB_SIZE))]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.chat_template = (
+        "{% for message in messages %}<user> {{ message['content'] }} {% endfor %}"
+        "{% if add_generation_prompt %}<answer> {% endif %}"
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def responses_file(tmp_path_factory):
+    """Twelve responses of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for i in range(12):
+        ids = torch.randint(5, VOCAB_SIZE, (8 + i % 5,), generator=generator).tolist()
+        rows.append({"mode": "greedy", "prompt": f"w{5 + i} w6 w7", "response_ids": [*ids, 2]})
+    path = tmp_path_factory.mktemp("responses") / "responses.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def recipe(target_folder, responses_file, tmp_path):
+    """Arguments of a run of a second."""
+    return {
+        "output_dir": str(tmp_path / "run"),
+        "target": str(target_folder),
+        "target_dtype": "float32",
+        "responses": [str(responses_file)],
+        "num_held_out": 2,
+        "num_replayed": 2,
+        "drafter_config": {
+            "num_hidden_layers": 1,
+            "block_size": 3,
+            "layout": "shifted",
+            "pool_size": 4,
+            "draft_vocab_size": 24,
+            "selector_hidden_size": 8,
+            "selector_num_heads": 2,
+            "selector_num_layers": 1,
+            "pair_rank": 2,
+            "history_window": 4,
+        },
+        "num_anchors": 3,
+        "num_selector_anchors": 2,
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 2,
+        "save_steps": 2,
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }

@@ -65,16 +65,17 @@ def train(
     same `--output_dir` goes on where the last one stopped.
     """
     with errors_as_sentences():
-        arguments = _arguments(config, context.args)
         if dry_run:
             from hf_drelay.training.plan import plan_run
 
+            # Any machine can plan a run for a better one.
+            arguments = _arguments(config, [*context.args, "--use_cpu", "true"])
             for name, value in plan_run(arguments).items():
                 typer.echo(f"{name}: {value}")
             return
         from hf_drelay.training.run import train as run
 
-        typer.echo(f"trained drafter: {run(arguments)}")
+        typer.echo(f"trained drafter: {run(_arguments(config, context.args))}")
 
 
 def check(

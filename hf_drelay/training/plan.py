@@ -43,6 +43,7 @@ def plan_run(config: DRelayTrainingConfig) -> dict[str, str]:
         "target parameters": f"about {target / 1e6:,.0f} M, frozen, {config.target_dtype}",
         "examples": f"{known}, about {mean_length:.0f} tokens each",
         "steps": f"{steps:,} of {batch} sequences and {batch * config.num_anchors:,} blocks",
+        "processes": str(config.world_size),
         "memory for weights and optimizer": f"{weights / 1e9:.1f} GB drafter, {2 * target / 1e9:.1f} GB target",
         "memory for activations": f"about {activations / 1e9:.1f} GB, and {logits / 1e9:.2f} GB of vocabulary logits",
         "arithmetic": f"{flops / 1e15:,.2f} PFLOP",

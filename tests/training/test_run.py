@@ -189,7 +189,7 @@ class TestCheck:
 class TestPlan:
     @pytest.mark.parametrize("path", sorted(Path("examples/recipes").glob("*.yaml")), ids=lambda path: path.stem)
     def test_every_recipe_can_be_planned_without_its_data(self, path):
-        rows = plan_run(DRelayTrainingConfig.from_yaml(path, bf16=False, use_cpu=True))
+        rows = plan_run(DRelayTrainingConfig.from_yaml(path, use_cpu=True))
         assert {"drafter parameters", "steps", "arithmetic", "memory for weights and optimizer"} <= set(rows)
 
     def test_parameters_and_examples_are_counted(self, recipe):

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Responses and training of the demo drafter on one GPU without a network, at most eight minutes.
+#
+#   PROMPTS="a.jsonl b.jsonl" bash scripts/gpu_train.sh
+#
+# The demo target is taken from HF_DRELAY_DEMO_TARGET; if that folder holds `model.safetensors.part-*`, the parts are
+# put together first. Results go to $OUT (default: runs/gpu), weights and responses in files of at most 15 MB.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+: "${PROMPTS:?name the prompt files: PROMPTS=\"a.jsonl b.jsonl\" bash scripts/gpu_train.sh}"
+python="${PYTHON:-python3}"
+out="${OUT:-runs/gpu}"
+work="$(mktemp -d)"
+mkdir -p "$out"
+
+target="${HF_DRELAY_DEMO_TARGET:-}"
+if [ -n "$target" ] && ls "$target"/model.safetensors.part-* >/dev/null 2>&1; then
+    cat "$target"/model.safetensors.part-* > "$target/model.safetensors"
+fi
+
+sources=()
+for file in $PROMPTS; do
+    sources+=(--prompts "$file")
+done
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+timeout "${RESPONSE_SECONDS:-150}" "$python" -m hf_drelay.cli prepare-data "${sources[@]}" --output "$work/responses" \
+    --batch-size "${BATCH_SIZE:-512}" --shard-size "${SHARD_SIZE:-1024}" || echo "responses: stopped at the time limit"
+
+flags=()
+for file in "$work"/responses/*.jsonl.gz ${MORE_RESPONSES:-}; do
+    flags+=("$file")
+done
+timeout "${TRAIN_SECONDS:-300}" "$python" -m hf_drelay.cli train --config "${CONFIG:-examples/recipes/gpu-10min.yaml}" \
+    --output_dir "$work/run" --responses "${flags[@]}" || echo "training: stopped at the time limit"
+
+cp "$work"/responses/*.jsonl.gz "$out"/
+if [ -d "$work/run/drafter" ]; then
+    cp "$work"/run/drafter/*.json "$work"/run/drafter/*.yaml "$out"/
+    split --bytes=15000000 --numeric-suffixes "$work/run/drafter/model.safetensors" "$out/model.safetensors.part-"
+else
+    find "$work/run" -name trainer_state.json -exec cp {} "$out"/ \;
+    echo "no finished drafter; trainer_state.json tells how far it came" >&2
+    exit 1
+fi
