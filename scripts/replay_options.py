@@ -1,8 +1,8 @@
 """Replay τ of a drafter on held-out greedy responses over drafting options: stage length, gate, norm.
 
-    python scripts/replay_options.py --responses responses.jsonl.gz --output docs/results/demo_replay.json
+    python scripts/replay_options.py --responses FILE [FILE ...] --output docs/results/demo_replay.json
 
-Held out are the responses that `train_demo_drafter.py` keeps from training.
+The responses must not be among those that the drafter was trained on.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from hf_drelay import DRelayModel, load_demo_target
 from hf_drelay.evaluation.records import environment, write_json
 from hf_drelay.evaluation.replay import replay
 from hf_drelay.targets import describe_demo_target, resolve_drafter
-from hf_drelay.training.data import load_responses, split_by_prompt
+from hf_drelay.training.data import load_responses
 
 
 OPTIONS = (
@@ -29,15 +29,15 @@ OPTIONS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--responses", required=True, help="response file of the demo target")
+    parser.add_argument("--responses", required=True, nargs="+", help="response files of the demo target")
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--drafter", help="folder or Hub id; default: the bundled one")
     parser.add_argument("--num-responses", type=int, default=16)
     arguments = parser.parse_args()
     target, tokenizer = load_demo_target()
     drelay = DRelayModel.from_pretrained(resolve_drafter(arguments.drafter))
-    _, held_out = split_by_prompt(load_responses(arguments.responses, tokenizer, max_length=512), num_held_out=64)
-    held_out = [example for example in held_out if example.mode == "greedy"][: arguments.num_responses]
+    held_out = [e for e in load_responses(arguments.responses, tokenizer, max_length=512) if e.mode == "greedy"]
+    held_out = held_out[:: max(1, len(held_out) // arguments.num_responses)][: arguments.num_responses]
     rows = []
     for options in OPTIONS:
         # The norm belongs to the weights; every other option is one of the call.
