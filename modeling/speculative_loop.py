@@ -265,7 +265,8 @@ class SpeculativeLoop:
         walks = {}
         for group in groups:
             own, rows = drafts[id(group)], self._cache_places(group)
-            slices = self.outputs.sliced(outputs, self.cache, rows, num_pending, [draft.tree for draft in own])
+            trees = [draft.tree for draft in own]
+            slices = self.outputs.sliced(outputs, self.cache, rows, self.num_slots, num_pending, trees)
             own_logits = logits if rows == list(range(len(logits))) else logits[rows]
             walks[id(group)] = self.verifier.walk(group, own_logits, own, slices)
         self.clock.lap("verify")

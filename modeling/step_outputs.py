@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from transformers import cache_utils
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -54,13 +55,14 @@ class StepOutputs:
         """Outputs of the prefill, which belong to the first token as they are."""
         return lambda places: SimpleNamespace(attentions=outputs.attentions, hidden_states=outputs.hidden_states)
 
-    def sliced(self, outputs, cache, rows: list[int], num_pending: int, trees):
+    def sliced(self, outputs, cache, rows: list[int], num_slots: int, num_pending: int, trees):
         """
         Outputs of single places of a verification.
 
         Args:
             cache (`Cache`): The target's cache.
             rows (`list[int]`): Rows of the forward to take.
+            num_slots (`int`): Slots of the cache in use before the forward.
             num_pending (`int`): Tokens of the forward before the anchor.
             trees (`list[DraftTree]`): What was verified for each row.
         """
@@ -76,7 +78,7 @@ class StepOutputs:
                 attentions = tuple(
                     torch.cat(
                         [
-                            _attention(layer[row], tree, place, num_pending, cache_layer)
+                            _attention(layer[row], tree.path(place), num_slots, num_pending, cache_layer)
                             for row, tree, place in zip(rows, trees, places, strict=True)
                         ]
                     )
@@ -97,16 +99,17 @@ class StepOutputs:
         )
 
 
-def _attention(layer: torch.Tensor, tree, place: int, num_pending: int, cache_layer) -> torch.Tensor:
+def _attention(layer: torch.Tensor, path: list[int], num_slots: int, num_pending: int, cache_layer) -> torch.Tensor:
     """
-    Attention `(1, heads, 1, T)` of one place, from `layer` `(heads, N, T')` of a whole forward, over what plain
-    decoding would have seen there: everything before the anchor, the place's ancestors, itself.
+    Attention `(1, heads, 1, T)` of the last place of `path`, from `layer` `(heads, N, T')` of a whole forward, over
+    what plain decoding would have seen there: everything before the anchor, the place's ancestors, itself.
     """
-    row = layer[None, :, num_pending + place, None]
-    if isinstance(cache_layer, cache_utils.StaticLayer):  # as wide as the cache in plain decoding too
-        return row
-    num_before = layer.shape[-1] - (layer.shape[1] - num_pending)
-    columns = [*range(num_before), *(num_before + ancestor for ancestor in tree.path(place))]
+    row = layer[None, :, num_pending + path[-1], None]
+    # A window shows fewer columns before the anchor than there are slots in use, a static cache more behind it.
+    num_before = min(num_slots + num_pending, layer.shape[-1] - (layer.shape[1] - num_pending))
+    columns = [*range(num_before), *(num_before + place for place in path)]
+    is_static = isinstance(cache_layer, cache_utils.StaticLayer)
     if cache_layer.is_sliding:
-        columns = columns[-cache_layer.sliding_window :]
-    return row[..., torch.tensor(columns, device=layer.device)]
+        columns = columns[-(cache_layer.max_cache_len if is_static else cache_layer.sliding_window) :]
+    seen = row[..., torch.tensor(columns, device=layer.device)]
+    return F.pad(seen, (0, cache_layer.max_cache_len - len(columns))) if is_static else seen

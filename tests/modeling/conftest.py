@@ -39,6 +39,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.draft_view import DraftView
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.modeling.modeling_heads import Pool
 from hf_drelay.modeling.modeling_selector import DRelaySelectorModel
@@ -420,6 +421,14 @@ def toolbox() -> SimpleNamespace:
         tokenizer=build_tokenizer,
         version=tuple(int(part) for part in transformers.__version__.split(".")[:2]),
     )
+
+
+@pytest.fixture(params=["own", "host"])
+def decoding_loop(request, monkeypatch) -> str:
+    """Runs a test in our own loop and in the host's, without an option in every call."""
+    takes = DraftView._takes
+    monkeypatch.setattr(DraftView, "_takes", lambda self, call: request.param == "own" and takes(self, call))
+    return request.param
 
 
 @pytest.fixture
