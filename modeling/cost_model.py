@@ -119,6 +119,7 @@ class CostModel:
         self.calibration = Calibration()
         self.later_gain = Average(0.1)  # accepted tokens of a later stage that was reached
         self.later_length = Average(0.1)
+        self.plain_ms = Average(0.15)  # of a round without a draft
         self.tokens_per_ms: float | None = None
         self._num_plain = 0
         self.begin_call()
@@ -182,11 +183,12 @@ class CostModel:
         rate = num_committed / max(round_ms, 1e-6)
         self.tokens_per_ms = rate if self.tokens_per_ms is None else 0.9 * self.tokens_per_ms + 0.1 * rate
         if not self.drafts():
+            value = self.plain_ms.value
+            self.plain_ms.add(round_ms if value is None else min(round_ms, LatencyTable.OUTLIER * value))
             self._num_plain += 1
             self._pause -= num_committed
             return
-        plain_ms = self.verify_ms.estimate(1)
-        self._balance = self.MEMORY * self._balance + num_committed - round_ms / max(plain_ms, 1e-6)
+        self._balance = self.MEMORY * self._balance + num_committed - round_ms / max(self.plain_ms.value, 1e-6)
         if self._balance < -self.LOSS:
             self._pause = self.PAUSES[min(self._num_losses, len(self.PAUSES) - 1)]
             self._num_losses += 1
@@ -216,8 +218,7 @@ class CostModel:
 
     def _rate(self) -> float:
         """Tokens/ms that time spent elsewhere would yield: the better of plain decoding and the recent rate."""
-        plain_ms = self.verify_ms.estimate(1)
-        plain = 1 / plain_ms if plain_ms else 0.0
+        plain = 1 / self.plain_ms.value if self.plain_ms.value else 0.0
         return max(plain, self.tokens_per_ms or 0.0)
 
     def _extra_ms(self, num_before: int, num_more: int) -> float:
