@@ -120,7 +120,12 @@ class DraftView:
                 "`cache_implementation='static'` cannot be rolled back by this version of transformers; "
                 "install transformers>=5.24 or use a dynamic cache."
             )
-        self.model.adapter(target)
+        implementation = self.model.adapter(target).config._attn_implementation
+        if self.options.tree_budget is not None and implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"`tree_budget` {self.options.tree_budget} needs an attention that takes any mask, but the target uses "
+                f"{implementation!r}; load it with `attn_implementation='sdpa'`, or leave `tree_budget` out."
+            )
         return is_own
 
     def speculative_decode(self, target, input_ids, call):

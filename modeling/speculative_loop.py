@@ -231,13 +231,6 @@ class SpeculativeLoop:
     def _check_tree(self) -> None:
         if self.view.options.tree_budget is None:
             return
-        implementation = self.adapter.config._attn_implementation
-        if implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                f"`tree_budget` {self.view.options.tree_budget} needs an attention that takes any mask, but the "
-                f"target uses {implementation!r}; load it with `attn_implementation='sdpa'`, or leave `tree_budget` "
-                "out."
-            )
         if not self.rollback.can_move or self.model_kwargs.get("position_ids") is None:
             kinds = sorted({type(layer).__name__ for layer in self.rollback.layers})
             raise ValueError(
