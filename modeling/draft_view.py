@@ -123,8 +123,8 @@ class DraftView:
         implementation = self.model.adapter(target).config._attn_implementation
         if self.options.tree_budget is not None and implementation not in ("sdpa", "eager"):
             raise ValueError(
-                f"`tree_budget` {self.options.tree_budget} needs an attention that takes any mask, but the target uses "
-                f"{implementation!r}; load it with `attn_implementation='sdpa'`, or leave `tree_budget` out."
+                f"`tree_budget` {self.options.tree_budget} needs an attention that takes any mask, but the target "
+                f"uses {implementation!r}; load it with `attn_implementation='sdpa'`, or leave `tree_budget` out."
             )
         return is_own
 
