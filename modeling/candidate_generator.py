@@ -1,8 +1,10 @@
-"""One call's drafting: feed verified features, draft a stage, loop or stop, hand the chain over.
+"""One call's drafting: feed verified features, draft a stage, loop or stop, hand the chain or the tree over.
 
 Lossless by construction: the verifier decides every token, this file only proposes. What it must respect is that a
 *sampled* draft whose q is handed over may be cut only by what is known before the cut token is drawn.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from transformers.utils import logging
 from .compat import hidden_states_request
 from .draft_session import DraftSession
 from .draft_statistics import DraftStatistics, PhaseClock
+from .draft_tree import DraftTree
 from .modeling_base import DraftBlock
 from .proposal import Proposal, is_stateless
 from .target_adapter import TargetAdapter
@@ -22,7 +25,8 @@ logger = logging.get_logger(__name__)
 
 class DRelayCandidateGenerator:
     """
-    Candidate generator of the host's assisted loop for batch 1.
+    Drafts for one row. It is the candidate generator of the host's assisted loop, and our own loop has one for each
+    row of the batch.
 
     Args:
         model (`DRelayModel`): Drafter and selector.
@@ -31,11 +35,29 @@ class DRelayCandidateGenerator:
         generation_config (`GenerationConfig`): Of the call; `max_length` is final.
         logits_processor (`LogitsProcessorList`): Processors of the target.
         stopping_criteria (`StoppingCriteriaList`, *optional*): Criteria of the call.
+        is_walked (`bool`): The loop walks verified positions one by one, as ours does. Then criteria and processors
+            are no concern of a draft.
+        noise (`Callable`, *optional*): Random numbers of the target's choices, see [`Proposal`].
+        statistics (`DraftStatistics`, *optional*), clock (`PhaseClock`, *optional*): Shared by the rows of a batch.
+        cost_model (`CostModel`, *optional*): Decides for `loop_gate="auto"`.
     """
 
     requires_model_outputs = True
 
-    def __init__(self, model, adapter: TargetAdapter, options, generation_config, logits_processor, stopping_criteria):
+    def __init__(
+        self,
+        model,
+        adapter: TargetAdapter,
+        options,
+        generation_config,
+        logits_processor,
+        stopping_criteria,
+        is_walked: bool = False,
+        noise=None,
+        statistics: DraftStatistics | None = None,
+        clock: PhaseClock | None = None,
+        cost_model=None,
+    ):
         self.model = model
         self.adapter = adapter
         self.options = options
@@ -43,22 +65,32 @@ class DRelayCandidateGenerator:
         limits = [c.max_length for c in criteria if type(c) is host_criteria.MaxLengthCriteria]
         self.max_length = min([generation_config.max_length, *limits])
         self.eos_ids = _eos_ids(getattr(generation_config, "_eos_token_tensor", None))
-        self.content_criteria = [c for c in criteria if _reads_content(c, self.eos_ids)]
-        self.can_draft = self._check_criteria(generation_config) and self._check_processors(logits_processor)
-        self.clock = PhaseClock(enabled=options.profile)
-        self.statistics = DraftStatistics(phase_ms=self.clock.phase_ms)
+        self.content_criteria = [] if is_walked else [c for c in criteria if _reads_content(c, self.eos_ids)]
+        self.can_draft = is_walked or (
+            self._check_criteria(generation_config) and self._check_processors(logits_processor)
+        )
+        self.clock = clock or PhaseClock(enabled=options.profile)
+        self.statistics = statistics or DraftStatistics(phase_ms=self.clock.phase_ms)
+        self.cost_model = cost_model
         self.session = DraftSession(model.drafter, adapter, self.clock)
         # A stop string cuts drafts by their content. With q handed over that would bias the output, so those calls
         # propose greedily: the target then samples at every position and a draft counts while it is equal.
-        is_sampled = bool(generation_config.do_sample) and options.proposal == "sample" and not self.content_criteria
-        self.proposal = Proposal(logits_processor, adapter.config.vocab_size, is_sampled)
+        # The tokens of a tree are not drawn, so it needs a target that samples too.
+        is_sampled = bool(generation_config.do_sample) and options.proposal == "sample"
+        is_sampled = is_sampled and not self.content_criteria and options.tree_budget is None
+        self.proposal = Proposal(logits_processor, adapter.config.vocab_size, is_sampled, noise)
         every_state = bool(generation_config.output_hidden_states)
         forward = adapter.target.get_decoder().forward
         taps = model.config.target_layer_ids
         self._request = {"output_hidden_states": True if every_state else hidden_states_request(taps, forward)}
         self.model_kwargs_overrides = self._request  # the host reads this anew in every round
         self._is_prompt_fed = False
+        self._unread: list[torch.Tensor] = []  # verified states that no draft needed yet
         self._blocks: list[DraftBlock] = []
+        self._beliefs: list[list[float]] = []  # of the backbone in the drafted slots of each stage
+        self.tree = DraftTree()
+        self._handed_over_s: float | None = None
+        self._round_s = 0.0
 
     def get_candidates(
         self, input_ids, model_kwargs=None, model_outputs=None, is_first_iteration=False, n_last_matches=0, **kwargs
@@ -75,16 +107,23 @@ class DRelayCandidateGenerator:
             self._keep_mask(input_ids, model_kwargs, 0)
             return input_ids, None
         self.clock.lap("verify" if self._is_prompt_fed else "prefill")
+        self._observe_time(int(n_last_matches) + 1)
         self._feed(model_outputs, model_kwargs, int(n_last_matches) + 1)
         blocks = self.draft_round(input_ids)
         self._keep_mask(input_ids, model_kwargs, sum(block.num_tokens for block in blocks))
         if not blocks:
+            self._mark_handed_over()
             return input_ids, None
         draft_ids = torch.cat([block.draft_ids for block in blocks], dim=1).to(input_ids.device)
         candidate_ids = torch.cat([input_ids, draft_ids], dim=1)
         logits = self._vocabulary_logits() if self.proposal.is_sampled else None
         self.clock.lap("select")
+        self._mark_handed_over()
         return candidate_ids, logits
+
+    def _mark_handed_over(self) -> None:
+        if self.cost_model is not None:
+            self._handed_over_s = self.cost_model.clock()
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         """Called by the host's loop after each verification; `input_ids` `(1, T)` ends with the committed tokens."""
@@ -96,6 +135,18 @@ class DRelayCandidateGenerator:
         if not self._blocks:
             self.statistics.num_plain_rounds += 1
             return
+        place, num_accepted = 0, 0
+        for token in committed_ids:
+            place = self.tree.child(place, token)
+            if place is None:
+                break
+            num_accepted += 1
+        if self.cost_model is not None:
+            self.cost_model.observe_acceptance(self._beliefs, num_accepted, len(committed_ids))
+        if self.options.tree_budget is not None:
+            depth, nodes = max(self.tree.depths()), self.tree.num_nodes
+            self.statistics.add_tree_round(len(committed_ids), num_accepted, depth, nodes, len(self._blocks))
+            return
         self.statistics.add_round(
             draft_ids=[i for block in self._blocks for i in block.draft_ids[0].tolist()],
             choices=[i for block in self._blocks for i in block.choices[0].tolist()],
@@ -103,6 +154,16 @@ class DRelayCandidateGenerator:
             chosen_ids=committed_ids,
             num_stages=len(self._blocks),
         )
+
+    def _observe_time(self, num_committed: int) -> None:
+        """The host's loop tells nobody how long a round took: it is the time from one call of ours to the next."""
+        if self.cost_model is None:
+            return
+        now_s = self.cost_model.clock()
+        if self._is_prompt_fed:
+            verify_ms, round_ms = 1e3 * (now_s - self._handed_over_s), 1e3 * (now_s - self._round_s)
+            self.cost_model.observe_round(self.tree.num_nodes + 1, verify_ms, num_committed, round_ms)
+        self._round_s = now_s
 
     def _keep_mask(self, input_ids, model_kwargs, num_drafts: int) -> None:
         """
@@ -126,8 +187,11 @@ class DRelayCandidateGenerator:
             if mask is not None and mask.dim() == 2:  # left padding is no context
                 states = states[:, mask[0, : states.shape[1]].to(states.device).bool()]
             self._is_prompt_fed = True
-        with torch.no_grad():
-            self.session.extend(states)
+        self.feed(states)
+
+    def feed(self, states: torch.Tensor) -> None:
+        """Tapped hidden states `(1, n, L*H)` of newly verified positions; they are read when something is drafted."""
+        self._unread.append(states)
 
     @torch.no_grad()
     def draft_round(self, input_ids: torch.LongTensor) -> list[DraftBlock]:
@@ -136,30 +200,53 @@ class DRelayCandidateGenerator:
         has room for `max_length - 1` positions: that bounds the draft.
         """
         room = self.max_length - input_ids.shape[1] - 1 if self.can_draft else 0
-        blocks: list[DraftBlock] = []
+        self._blocks, self._beliefs, self.tree = [], [], DraftTree()
+        if room <= 0 or (self.cost_model is not None and not self.cost_model.drafts()):
+            return []
+        if self._unread:
+            self.session.extend(torch.cat(self._unread, dim=1))
+            self._unread = []
+        end = 0  # place in the tree that the next stage starts from
         while room > 0:
             block, is_final = self._draft_stage(input_ids, room)
             if block.num_tokens == 0:
                 break
-            blocks.append(block)
-            room -= block.num_tokens
-            if is_final or room <= 0 or not self._loops(block, len(blocks)):
+            self._blocks.append(block)
+            loops = not is_final and room > block.num_tokens and self._loops(block, len(self._blocks))
+            num_nodes = self.tree.num_nodes
+            end = self._grow(block, end, is_extended=loops)
+            room -= self.tree.num_nodes - num_nodes
+            if not loops or room <= 0:
                 break
             self.model.continue_after(block, self.session, self.options.use_selector)
             input_ids = torch.cat([input_ids, block.draft_ids.to(input_ids.device)], dim=1)
         self.session.end_round()
-        self._blocks = blocks
-        return blocks
+        return self._blocks
+
+    def _grow(self, block: DraftBlock, place: int, is_extended: bool) -> int:
+        """Hang the stage below `place` of the round's tree; returns the place of the last token of its path."""
+        if block.tree is None:
+            return self.tree.graft(place, DraftTree.chain(block.draft_ids[0].tolist()))[-1]
+        path = block.tree.best_path()[: block.num_tokens] if is_extended else []
+        stage, end = block.tree.select(path, self.eos_ids)
+        places = self.tree.graft(place, stage)
+        return places[end - 1]
 
     def _draft_stage(self, input_ids, room: int) -> tuple[DraftBlock, bool]:
         """A stage cut to what may be drafted, and whether nothing may follow it."""
         num_slots = min(room, self.model.config.num_drafts, self.options.num_draft_tokens or room)
         self.session.num_slots = num_slots
+        if self.options.tree_budget is not None:
+            self.session.tree_budget = min(self.options.tree_budget, room)
+        started_s = self.cost_model.clock() if self.cost_model is not None else 0.0
+        self.session.plan = self._plan if self.cost_model is not None else None
         self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
         self.proposal.input_ids = input_ids
         block = self.model.draft(self.session.anchor_ids, self.session, self.proposal, self.options.use_selector)
-        is_short = block.num_tokens < num_slots  # a slot had nothing left to draw
+        is_short = block.num_tokens < num_slots  # a slot had nothing left to draw, or was not worth it
         ids = block.draft_ids[0].tolist()
+        if self.cost_model is not None:
+            self.cost_model.observe_draft(len(self._blocks), 1e3 * (self.cost_model.clock() - started_s))
         # Drafting on after an end token is useless; the token itself stays, so nothing is dropped for its value.
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
@@ -185,7 +272,25 @@ class DRelayCandidateGenerator:
         gate = self.options.loop_gate
         if gate is None or num_stages >= self.options.max_stages:
             return False
+        if self.cost_model is not None:
+            return self.cost_model.loops(self._reach(), sum(b.num_tokens for b in self._blocks))
         return block.log_confidence.item() >= gate
+
+    def _plan(self, pool) -> int:
+        """Length of a stage for the cost-aware gate, from the pools of its slots alone."""
+        beliefs = pool.log_probs[0].amax(dim=-1).exp().tolist()
+        stage, before = len(self._blocks), sum(block.num_tokens for block in self._blocks)
+        length = self.cost_model.stage_length(beliefs, stage, before, self._reach())
+        self._beliefs.append(beliefs[:length])
+        return length
+
+    def _reach(self) -> float:
+        """Probability that everything drafted so far is accepted, by what the stages believe of their tokens."""
+        return math.prod(
+            self.cost_model.calibration.acceptance(stage, slot, math.exp(log_belief))
+            for stage, block in enumerate(self._blocks)
+            for slot, log_belief in enumerate(block.slot_log_confidence[0].tolist())
+        )
 
     def _vocabulary_logits(self) -> torch.FloatTensor:
         """Log of q over the vocabulary `(1, K, V)`: the pool's logits, `-inf` everywhere else."""

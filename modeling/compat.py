@@ -4,12 +4,12 @@ import inspect
 
 import torch
 import transformers
-from transformers import StoppingCriteriaList
+from transformers import StoppingCriteriaList, cache_utils
 
 
 _VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 _STATIC_CACHE_SINCE = (5, 24)
-_CACHE_ARGUMENT_SINCE = (5, 24)
+_CACHE_NAME_SINCE = (5, 24)
 _TUPLE_INDICES_SINCE = (5, 23)
 _CRITERIA_AFTER_VERIFICATION_SINCE = (5, 18)
 
@@ -64,15 +64,20 @@ def criteria_for_host(criteria: StoppingCriteriaList, prompt_length: int) -> Sto
     return behind_prompt
 
 
+def cache_keyword() -> str:
+    """Name of the cache among the arguments of a forward."""
+    return "cache" if _VERSION >= _CACHE_NAME_SINCE else "past_key_values"
+
+
+def is_quantized(cache) -> bool:
+    """Whether a cache has layers that cannot be rolled back; before 5.24 those claimed that they could."""
+    return isinstance(cache, cache_utils.QuantizedCache)
+
+
 def cache_argument(model_kwargs: dict):
     """The cache among the prepared keyword arguments of a call; called `past_key_values` before 5.24."""
     cache = model_kwargs.get("cache")
     return cache if cache is not None else model_kwargs.get("past_key_values")
-
-
-def cache_keyword(cache) -> dict:
-    """Keyword argument of `generate()` that hands a cache over; it was renamed in 5.24."""
-    return {"cache" if _VERSION >= _CACHE_ARGUMENT_SINCE else "past_key_values": cache}
 
 
 def check_hooked_signatures(mixin: type) -> None:

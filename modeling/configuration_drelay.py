@@ -12,7 +12,9 @@ from transformers import PreTrainedConfig
 
 
 LAYOUTS = ("fill_in", "shifted")
-PROPOSALS = ("sample", "greedy")
+PROPOSALS = ("sample", "greedy", "coupled")
+DECODING_LOOPS = ("own", "host")
+AUTO = "auto"
 
 # Sizes that must be whole numbers of at least 1, whatever the rest is.
 _COUNTS = (
@@ -146,9 +148,10 @@ class DRelayConfig(PreTrainedConfig):
         use_repaired_feature (`bool`): Add a projection of the selected token to the provisional features of DLoop.
         provisional_norm (`str`): `"hidden"`: a DLoop stage feeds the drafter's final-norm rows on through the norm of
             the context features; `"final"`: as they are.
-        proposal (`str`): Default proposal at temperature > 0, `"sample"` or `"greedy"`.
+        proposal (`str`): Default proposal at temperature > 0, `"sample"`, `"greedy"` or `"coupled"`.
         num_draft_tokens (`int`, *optional*): Default cap of the tokens drafted in one stage.
-        loop_gate (`float`, *optional*): Default DLoop threshold on the log-confidence of a stage; `None` is off.
+        loop_gate (`float` or `"auto"`, *optional*): Default DLoop threshold on the log-confidence of a stage; `None`
+            is off, `"auto"` weighs gains against measured costs.
         max_stages (`int`): Default limit of stages in a round.
 
     Raises:
@@ -213,7 +216,7 @@ class DRelayConfig(PreTrainedConfig):
     # How it drafts unless a call says otherwise.
     proposal: str = "sample"
     num_draft_tokens: int | None = None
-    loop_gate: float | None = None
+    loop_gate: float | str | None = None
     max_stages: int = 3
 
     def __post_init__(self, **kwargs):
@@ -391,7 +394,9 @@ class DRelayConfig(PreTrainedConfig):
         check_draft_options(self.proposal, self.num_draft_tokens, self.loop_gate, self.max_stages)
 
 
-def check_draft_options(proposal: str, num_draft_tokens: int | None, loop_gate: float | None, max_stages: int) -> None:
+def check_draft_options(
+    proposal: str, num_draft_tokens: int | None, loop_gate: float | str | None, max_stages: int
+) -> None:
     """Raise a `ValueError` that names the first drafting option with an impossible value."""
     if proposal not in PROPOSALS:
         raise ValueError(f"`proposal` is {proposal!r}; expected one of {PROPOSALS}.")
@@ -400,14 +405,28 @@ def check_draft_options(proposal: str, num_draft_tokens: int | None, loop_gate: 
             f"`num_draft_tokens` is {num_draft_tokens!r}; use a whole number of at least 1, or None for the whole "
             "block."
         )
-    if loop_gate is not None:
+    if loop_gate is not None and loop_gate != AUTO:
         if isinstance(loop_gate, (bool, str)) or math.isnan(loop_gate) or loop_gate > 0:
             raise ValueError(
                 f"`loop_gate` is {loop_gate!r}; it is compared with a log-probability, so pass a number of at most 0 "
-                "(such as -0.5; -inf always loops), or None to draft one stage."
+                "(such as -0.5; -inf always loops), 'auto' to weigh costs, or None to draft one stage."
             )
     if not _is_count(max_stages):
         raise ValueError(f"`max_stages` is {max_stages!r}; a round has at least 1 stage.")
+
+
+def check_loop_options(decoding_loop: str, tree_budget: int | None, proposal: str) -> None:
+    """Raise a `ValueError` that names the first option of verification with an impossible value."""
+    if decoding_loop not in DECODING_LOOPS:
+        raise ValueError(f"`decoding_loop` is {decoding_loop!r}; expected one of {DECODING_LOOPS}.")
+    if tree_budget is not None and not _is_count(tree_budget):
+        raise ValueError(
+            f"`tree_budget` is {tree_budget!r}; use a whole number of at least 1, or None to verify a chain."
+        )
+    if decoding_loop == "host" and tree_budget is not None:
+        raise ValueError(f"`tree_budget` {tree_budget} needs `decoding_loop='own'`: the host verifies chains only.")
+    if decoding_loop == "host" and proposal == "coupled":
+        raise ValueError("`proposal='coupled'` needs `decoding_loop='own'`: the host draws its own random numbers.")
 
 
 def _is_count(value) -> bool:

@@ -29,6 +29,8 @@ class DraftSession:
         self.num_provisional = 0
         self.anchor_ids = None  # (1,), the token the current stage starts from
         self.num_slots = drafter.config.num_drafts  # slots of a stage that the head scores
+        self.plan = None  # chooses, from the pools and before anything is drawn, how many of them are drafted
+        self.tree_budget = None  # nodes of a tree; None drafts a chain
         self.earlier = None  # what the head remembers of earlier stages of this round
         window, width = drafter.config.history_window, drafter.config.hidden_size
         self.history = torch.zeros(1, window, width, dtype=drafter.dtype, device=drafter.device)

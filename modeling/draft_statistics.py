@@ -46,6 +46,8 @@ class DraftStatistics:
         num_stages (`list[int]`): Stages of each such round.
         num_plain_rounds (`int`): Rounds without a draft; the prefill is not one.
         slot_classes (`dict[str, int]`): Drafted slots by fate, see `SLOT_CLASSES`.
+        num_nodes (`list[int]`): Nodes of the tree of each round that verified one. Such a round counts its depth as
+            the tokens drafted, and no slots by fate.
         phase_ms (`dict[str, float]`): Total ms by phase (`draft`, `select`, `verify`), filled with `profile=True`.
             `verify` is everything between handing a draft over and being asked for the next one, the host loop
             included.
@@ -57,6 +59,7 @@ class DraftStatistics:
     num_stages: list[int] = field(default_factory=list)
     num_plain_rounds: int = 0
     slot_classes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SLOT_CLASSES, 0))
+    num_nodes: list[int] = field(default_factory=list)
     phase_ms: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -110,6 +113,16 @@ class DraftStatistics:
         for slot, (token, choice, kept) in enumerate(zip(draft_ids, choices, pool_ids, strict=True)):
             self.slot_classes[self._slot_class(slot, token, choice, kept, chosen_ids)] += 1
 
+    def add_tree_round(
+        self, num_committed: int, num_accepted: int, depth: int, num_nodes: int, num_stages: int
+    ) -> None:
+        """Count one round that verified a tree of `num_nodes` nodes and `depth` levels."""
+        self.num_committed.append(num_committed)
+        self.num_accepted.append(num_accepted)
+        self.num_drafted.append(depth)
+        self.num_stages.append(num_stages)
+        self.num_nodes.append(num_nodes)
+
     @staticmethod
     def _slot_class(slot, token, choice, kept, chosen_ids) -> str:
         if slot >= len(chosen_ids):
@@ -126,6 +139,7 @@ class DraftStatistics:
         self.num_accepted += other.num_accepted
         self.num_drafted += other.num_drafted
         self.num_stages += other.num_stages
+        self.num_nodes += other.num_nodes
         self.num_plain_rounds += other.num_plain_rounds
         for name, count in other.slot_classes.items():
             self.slot_classes[name] += count

@@ -1,11 +1,13 @@
 """What `generate(assistant_model=...)` receives: shared weights, own options, statistics of its last call."""
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 
 from .candidate_generator import DRelayCandidateGenerator
-from .compat import cache_argument, criteria_for_host, supports_static_cache
-from .configuration_drelay import check_draft_options
+from .compat import cache_argument, criteria_for_host, is_quantized, supports_static_cache
+from .configuration_drelay import AUTO, check_draft_options, check_loop_options
+from .cost_model import CostModel
 from .draft_statistics import DraftStatistics
+from .speculative_loop import SpeculativeLoop
 
 
 @dataclass(frozen=True)
@@ -15,24 +17,33 @@ class DraftOptions:
 
     Attributes:
         proposal (`str`): How drafts are drawn at temperature > 0. `"sample"` draws from q and hands q to the verifier,
-            `"greedy"` takes the most likely candidate and lets the target sample at every position. Both are lossless.
+            `"greedy"` takes the most likely candidate and lets the target sample at every position, `"coupled"` also
+            drafts with the target's own random numbers. All are lossless; with the last two a seed gives the text of
+            plain `generate()`.
         num_draft_tokens (`int`, *optional*): Cap of the tokens of one stage; `None` takes the whole block.
-        loop_gate (`float`, *optional*): DLoop: draft another stage when the log-confidence of the last one is at least
-            this (at most 0; `-inf` always loops). `None` drafts one stage.
+        loop_gate (`float` or `"auto"`, *optional*): DLoop: draft another stage when the log-confidence of the last one
+            is at least this (at most 0; `-inf` always loops). `None` drafts one stage. `"auto"` weighs expected gains
+            against measured costs, also for the length of a stage and for drafting at all.
         max_stages (`int`): Limit of stages in a round.
         use_selector (`bool`): Off drafts with the backbone alone.
+        tree_budget (`int`, *optional*): Verify a tree of that many nodes for each stage; `None` verifies a chain.
+        decoding_loop (`str`): `"own"` takes batches, trees, filled caches and every stopping criterion; `"host"` is
+            the assisted loop of transformers.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
     """
 
     proposal: str
     num_draft_tokens: int | None
-    loop_gate: float | None
+    loop_gate: float | str | None
     max_stages: int
     use_selector: bool
+    tree_budget: int | None = None
+    decoding_loop: str = "own"
     profile: bool = False
 
     def __post_init__(self):
         check_draft_options(self.proposal, self.num_draft_tokens, self.loop_gate, self.max_stages)
+        check_loop_options(self.decoding_loop, self.tree_budget, self.proposal)
 
 
 class DraftView:
@@ -52,12 +63,14 @@ class DraftView:
         unknown = set(options) - names
         if unknown:
             raise TypeError(f"`with_options` got unknown option `{unknown.pop()}`; it takes {sorted(names)}.")
-        defaults = {name: getattr(model.config, name) for name in names - {"profile"}}
+        in_config = [field.name for field in fields(DraftOptions) if field.default is MISSING]
+        defaults = {name: getattr(model.config, name) for name in in_config}
         self.model = model
         self.options = DraftOptions(**(defaults | options))
         if options.get("use_selector") and model.selector is None:
             raise ValueError("`use_selector` is True, but this drafter has no selector; leave the option out.")
         self.statistics = DraftStatistics()
+        self._cost_models: dict[int, CostModel] = {}  # by batch size: costs outlive a call
 
     @property
     def config(self):
@@ -69,17 +82,23 @@ class DraftView:
         current = {field.name: getattr(self.options, field.name) for field in fields(DraftOptions)}
         return DraftView(self.model, **(current | options))
 
-    def check_generation(self, target, generation_config, arguments) -> None:
-        """Raise a `ValueError` that names the argument of `generate()` that a drafter cannot serve."""
+    def check_generation(self, target, generation_config, arguments) -> bool:
+        """
+        Raise a `ValueError` that names the argument of `generate()` that a drafter cannot serve.
+
+        Returns:
+            Whether our own loop takes the call, so that the limits of the host's loop do not count.
+        """
         config = generation_config
         if (config.num_beams or 1) > 1:
             raise ValueError(
                 f"`num_beams` is {config.num_beams}, but `assistant_model` drafts one continuation; use `num_beams=1`."
             )
-        if (config.num_return_sequences or 1) > 1:
+        is_own = self._takes(arguments)
+        if (config.num_return_sequences or 1) > 1 and not is_own:
             raise ValueError(
                 f"`num_return_sequences` is {config.num_return_sequences}, but `assistant_model` drafts for one "
-                "sequence; call generate() once for each."
+                "sequence in the host's loop; call generate() once for each, or use `decoding_loop='own'`."
             )
         for name in ("prompt_lookup_num_tokens", "use_mtp", "speculation_type", "assistant_early_exit"):
             if getattr(config, name, None):
@@ -101,7 +120,39 @@ class DraftView:
                 "`cache_implementation='static'` cannot be rolled back by this version of transformers; "
                 "install transformers>=5.24 or use a dynamic cache."
             )
-        self.model.adapter(target)
+        implementation = self.model.adapter(target).config._attn_implementation
+        if self.options.tree_budget is not None and implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"`tree_budget` {self.options.tree_budget} needs an attention that takes any mask, but the target "
+                f"uses {implementation!r}; load it with `attn_implementation='sdpa'`, or leave `tree_budget` out."
+            )
+        return is_own
+
+    def speculative_decode(self, target, input_ids, call):
+        """
+        Decode with our own loop.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(B, P)`): The prompt.
+            call (`dict`): Keyword arguments of the host's decoding loop.
+
+        Returns:
+            What `generate()` returns, or `None` when the host's loop has to take the call.
+        """
+        if not self._takes(call):
+            return None
+        _check_cache(cache_argument(call))
+        return SpeculativeLoop(self, target, input_ids, **call).run()
+
+    def cost_model(self, batch_size: int = 1) -> CostModel | None:
+        """What the cost-aware gate knows about batches of that size; `None` for another gate."""
+        if self.options.loop_gate != AUTO:
+            return None
+        return self._cost_models.setdefault(batch_size, CostModel())
+
+    def _takes(self, call: dict) -> bool:
+        """Whether our own loop serves a call. Processes that must keep step do so in the host's loop."""
+        return self.options.decoding_loop == "own" and not call.get("synced_gpus")
 
     def for_call(self, target, input_ids, call) -> dict:
         """
@@ -116,20 +167,16 @@ class DraftView:
         """
         if input_ids.shape[0] > 1:
             raise ValueError(
-                f"`input_ids` has a batch of {input_ids.shape[0]}, but `assistant_model` drafts for one sequence; "
-                "call generate() once for each."
+                f"`input_ids` has a batch of {input_ids.shape[0]}, but `assistant_model` drafts for one sequence in "
+                "the host's loop; call generate() once for each, or use `decoding_loop='own'`."
             )
         cache = cache_argument(call)
-        if cache is None:
-            raise ValueError(
-                "`use_cache=False` (or a target without a cache) leaves no cache to verify drafts with; call "
-                "generate() with `use_cache=True`, or without `assistant_model`."
-            )
+        _check_cache(cache)
         filled = int(cache.get_seq_length())
         if filled > 0:
             raise ValueError(
                 f"`past_key_values` already holds {filled} tokens; assisted decoding would feed them a second time. "
-                "Pass the whole conversation with an empty cache."
+                "Pass the whole conversation with an empty cache, or use `decoding_loop='own'`."
             )
         criteria = call.get("stopping_criteria")
         return {
@@ -146,9 +193,25 @@ class DraftView:
             generation_config=generation_config,
             logits_processor=logits_processor,
             stopping_criteria=call.get("stopping_criteria"),
+            cost_model=self.cost_model(),
         )
+        if generator.cost_model is not None:
+            generator.cost_model.begin_call()
         self.statistics = generator.statistics
         return generator
+
+
+def _check_cache(cache) -> None:
+    if cache is None:
+        raise ValueError(
+            "`use_cache=False` (or a target without a cache) leaves no cache to verify drafts with; call "
+            "generate() with `use_cache=True`, or without `assistant_model`."
+        )
+    if is_quantized(cache):
+        raise ValueError(
+            "`cache_implementation='quantized'` cannot take rejected tokens back; use a dynamic or static cache, or "
+            "call generate() without `assistant_model`."
+        )
 
 
 class BoundCall:

@@ -48,19 +48,29 @@ def _wrap_validation(original):
     def validate(self, generation_mode, generation_config, generation_mode_kwargs):
         check = getattr(generation_mode_kwargs.get("assistant_model"), "check_generation", None)
         if check is not None:
-            check(target=self, generation_config=generation_config, arguments=generation_mode_kwargs)
+            if check(target=self, generation_config=generation_config, arguments=generation_mode_kwargs):
+                return None  # the assistant's own loop takes calls that the host's would refuse
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return validate
 
 
 def _wrap_assisted_decoding(original):
-    """The host's loop does not hand the stopping criteria to a candidate generator; the assistant takes them here."""
+    """
+    An assistant with a loop of its own takes the call. For one without, the host's loop would not hand the stopping
+    criteria to its candidate generator; it takes them here.
+    """
 
     def decode(self, input_ids, *args, **kwargs):
-        begin = getattr(kwargs.get("assistant_model"), "for_call", None)
+        assistant = kwargs.get("assistant_model")
+        call = {k: v for k, v in kwargs.items() if k != "assistant_model"}
+        own_loop = getattr(assistant, "speculative_decode", None)
+        if own_loop is not None:
+            output = own_loop(target=self, input_ids=input_ids, call=call)
+            if output is not None:
+                return output
+        begin = getattr(assistant, "for_call", None)
         if begin is not None:
-            call = {k: v for k, v in kwargs.items() if k != "assistant_model"}
             kwargs |= begin(target=self, input_ids=input_ids, call=call)
         return original(self, input_ids, *args, **kwargs)
 

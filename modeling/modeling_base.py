@@ -80,6 +80,10 @@ class Pool:
     logits: torch.FloatTensor
     log_probs: torch.FloatTensor
 
+    def first(self, num_slots: int) -> "Pool":
+        """The pools of the first `num_slots` slots."""
+        return Pool(self.ids[:, :num_slots], self.logits[:, :num_slots], self.log_probs[:, :num_slots])
+
     @classmethod
     def from_logits(cls, logits: torch.FloatTensor, size: int, token_ids: torch.LongTensor | None = None) -> "Pool":
         """Top `size` of `logits` `(B, K, Vd)`; `token_ids (Vd,)` names the columns when they are not the token ids."""
@@ -104,6 +108,7 @@ class DraftBlock:
         slot_log_confidence (`torch.FloatTensor` of shape `(B, K)`): Untempered, unprocessed log-probability of each
             token.
         remember (`Callable`): `remember(n)` is what the head wants to know in a next stage about the first `n` tokens.
+        tree (`TreeDraft`, *optional*): The block is the best path of these candidates.
     """
 
     draft_ids: torch.LongTensor
@@ -113,6 +118,7 @@ class DraftBlock:
     context_features: torch.FloatTensor
     slot_log_confidence: torch.FloatTensor
     remember: Callable[[int], Any]
+    tree: Any = None
 
     @property
     def log_confidence(self) -> torch.FloatTensor:
@@ -130,4 +136,4 @@ class DraftBlock:
         fields = ("draft_ids", "choices", "pool_ids", "pool_logits", "context_features", "slot_log_confidence")
         cut = {name: getattr(self, name) for name in fields}
         cut = {name: None if value is None else value[:, :num_tokens] for name, value in cut.items()}
-        return DraftBlock(**cut, remember=self.remember)
+        return DraftBlock(**cut, remember=self.remember, tree=self.tree)

@@ -5,6 +5,7 @@ from transformers import AutoConfig, AutoModel
 
 from .configuration_drelay import DRelayConfig, DRelayDrafterConfig, DRelaySelectorConfig
 from .draft_session import DraftSession
+from .draft_tree import grow
 from .draft_view import DraftView
 from .generate_hook import install
 from .modeling_base import DraftBlock, DRelayPreTrainedModel, Pool
@@ -44,8 +45,9 @@ class DRelayModel(DRelayPreTrainedModel):
         A light view with its own drafting options and statistics; the weights are shared.
 
         Args:
-            options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `use_selector`, `profile`, see
-                [`DraftOptions`]. What is not given keeps the value of the configuration.
+            options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `tree_budget`, `use_selector`,
+                `decoding_loop`, `profile`, see [`DraftOptions`]. What is not given keeps the value of the
+                configuration.
         """
         return DraftView(self, **options)
 
@@ -53,9 +55,13 @@ class DRelayModel(DRelayPreTrainedModel):
         """Hook protocol: see [`DraftView`]."""
         return self.default_view.build_candidate_generator(**call)
 
-    def check_generation(self, target, generation_config, arguments) -> None:
+    def check_generation(self, target, generation_config, arguments) -> bool:
         """Hook protocol: see [`DraftView`]."""
-        self.default_view.check_generation(target, generation_config, arguments)
+        return self.default_view.check_generation(target, generation_config, arguments)
+
+    def speculative_decode(self, **call):
+        """Hook protocol: see [`DraftView`]."""
+        return self.default_view.speculative_decode(**call)
 
     def for_call(self, **call):
         """Hook protocol: see [`DraftView`]."""
@@ -112,15 +118,28 @@ class DRelayModel(DRelayPreTrainedModel):
         positions = session.positions(session.anchor_position, self.config.block_size)
         rows = self.drafter(embeds, positions, session.cache).last_hidden_state
         inputs = self.head_inputs(rows, anchor_ids, session)
+        if session.plan is not None:
+            inputs = inputs.first(session.plan(inputs.pool))
         session.clock.lap("draft")
         pool = inputs.pool
+        if not pool.ids.shape[1]:
+            nothing = pool.ids[:, :0, 0]
+            return self._draft_block(rows, anchor_ids, IndependentHead(), pool, pool, nothing, pool.logits[:, :0])
         head = self.selector if use_selector and self.selector is not None else IndependentHead()
         state = head.read(inputs)
         choose = proposal.start_stage(pool)
-        walk = walk_slots if choose.depends_on_path else walk_fixed_point
-        choices, logits = walk(head, state, pool, anchor_ids, choose)
+        tree = None
+        if session.tree_budget is not None:
+            tree = grow(head, state, pool, anchor_ids, choose, session.tree_budget)
+            choices = anchor_ids.new_tensor([[candidate.choice for candidate in tree.best_path()]])
+            path = torch.cat([anchor_ids[:, None], pool.ids.gather(2, choices[..., None])[:, :-1, 0]], dim=1)
+            logits = head.score(state, path) if choices.shape[1] else pool.logits[:, :0]
+        else:
+            walk = walk_slots if choose.depends_on_path else walk_fixed_point
+            choices, logits = walk(head, state, pool, anchor_ids, choose)
         block = self._draft_block(rows, anchor_ids, head, state, pool, choices, logits)
         block.pool_logits = choose.proposal_logits(block.num_tokens)
+        block.tree = tree
         session.clock.lap("select")
         return block
 

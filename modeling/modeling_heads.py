@@ -5,6 +5,7 @@ them. That one function serves training (teacher-forced, all slots at once), the
 and the fixed-point walk, so the heads need nothing else.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -41,6 +42,12 @@ class HeadInputs:
     offset: int
     earlier: Any
     embed: Callable[[torch.LongTensor], torch.FloatTensor]
+
+    def first(self, num_slots: int) -> "HeadInputs":
+        """The same block cut to its first slots."""
+        cut = copy.copy(self)
+        cut.hidden_states, cut.pool = self.hidden_states[:, :num_slots], self.pool.first(num_slots)
+        return cut
 
 
 class DraftHead(Protocol):

@@ -67,14 +67,17 @@ class Proposal:
         logits_processor (`LogitsProcessorList`): Processors of the call, in the order of the target.
         vocab_size (`int`): Width `V` of the target's logits.
         is_sampled (`bool`): Draw from q and hand q over; else take the most likely candidate and hand nothing over.
+        noise (`Callable`, *optional*): `noise(num_tokens, token_ids (K, C))` is the Gumbel noise `(K, C)` with which
+            the target will choose the `K` tokens after the first `num_tokens`; the draft then chooses with the same.
     """
 
-    def __init__(self, logits_processor, vocab_size: int, is_sampled: bool):
+    def __init__(self, logits_processor, vocab_size: int, is_sampled: bool, noise=None):
         processors = logits_processor or []
         self.penalties = [p for p in processors if type(p) in _PENALTIES]
-        self.warpers = [p for p in processors if type(p) in _WARPERS] if is_sampled else []
+        self.warpers = [p for p in processors if type(p) in _WARPERS] if is_sampled or noise else []
         self.vocab_size = vocab_size
         self.is_sampled = is_sampled
+        self.noise = noise
         self.input_ids: torch.LongTensor | None = None  # (B, T), the committed and drafted tokens before the stage
 
     def start_stage(self, pool: Pool) -> "StageDraw":
@@ -99,8 +102,7 @@ class StageDraw:
         self.depends_on_path = bool(proposal.penalties)
         self.path_ids = proposal.input_ids
         self.logits = torch.zeros_like(pool.logits)
-        # One Gumbel draw for each slot and candidate: argmax(log q + g) is a sample of q.
-        self.gumbel = -torch.empty_like(pool.logits).exponential_().log() if proposal.is_sampled else None
+        self.gumbel = self._draw_gumbel()
 
     def __call__(self, logits: torch.FloatTensor, first: int) -> torch.LongTensor | None:
         last = first + logits.shape[1]
@@ -117,6 +119,35 @@ class StageDraw:
             chosen = self.pool.ids[:, first].gather(1, choices).to(self.path_ids.device)
             self.path_ids = torch.cat([self.path_ids, chosen], dim=1)
         return choices
+
+    def path_log_probs(self, logits: torch.FloatTensor, slot: int, path_ids: torch.LongTensor) -> torch.FloatTensor:
+        """
+        Log-scores `(W, C)` of the candidates of a slot for `W` paths of a tree: log-probabilities over the vocabulary,
+        shifted by the noise if the target's is known.
+
+        Args:
+            logits (`torch.FloatTensor` of shape `(W, C)`): Selection logits given each path.
+            path_ids (`torch.LongTensor` of shape `(W, slot)`): Tokens of the paths.
+        """
+        if self.depends_on_path:
+            before = self.path_ids.expand(len(logits), -1)
+            before = torch.cat([before, path_ids.to(before.device)], dim=1)
+            ids = self.pool.ids[:, slot].expand(len(logits), -1)
+            logits = logits + self.proposal.penalty_change(before, ids, self.pool.logits[:, slot].expand_as(logits))
+        logits = self._warp(logits[:, None])[:, 0]
+        if self.gumbel is not None:
+            logits = logits + self.gumbel[0, slot]
+        pool_mass = self.pool.log_probs[0, slot].logsumexp(dim=-1)
+        # Not a number where nothing finite is left.
+        return logits.log_softmax(dim=-1).nan_to_num(nan=float("-inf")) + pool_mass
+
+    def _draw_gumbel(self) -> torch.FloatTensor | None:
+        """One Gumbel number for each slot and candidate: argmax(log q + g) is a sample of q."""
+        if self.proposal.is_sampled:
+            return -torch.empty_like(self.pool.logits).exponential_().log()
+        if self.proposal.noise is not None:
+            return self.proposal.noise(self.path_ids.shape[1], self.pool.ids[0])[None]
+        return None
 
     def proposal_logits(self, num_slots: int) -> torch.FloatTensor | None:
         """Logits of q `(B, num_slots, C)` over the pool; `None` for a deterministic draft."""

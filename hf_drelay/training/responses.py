@@ -153,7 +153,7 @@ def _decode_span(target, batch: _Batch, responses, num_tokens: int, pad: int, de
         attention_mask=batch.mask,
         max_new_tokens=num_tokens,
         pad_token_id=pad,
-        **cache_keyword(batch.cache),
+        **{cache_keyword(): batch.cache},
         **decoding.arguments,
     )
     new_ids = output_ids[:, batch.ids.shape[1] :]

@@ -39,6 +39,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.draft_view import DraftView
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.modeling.modeling_heads import Pool
 from hf_drelay.modeling.modeling_selector import DRelaySelectorModel
@@ -88,6 +89,28 @@ def build_target(name: str):
     target = _TARGETS[name]().eval()
     target.generation_config.eos_token_id = None
     return target
+
+
+@functools.cache
+def build_hybrid_target(name: str):
+    """A tiny target with recurrent layers, which cannot take a token back."""
+    fields = _COMMON | {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    torch.manual_seed(3)
+    if name == "qwen3_next":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        experts |= {"shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}
+        target = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**fields, **experts))
+    else:
+        target = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**fields))
+    target.generation_config.eos_token_id = None
+    return target.eval()
 
 
 class TableTarget(PreTrainedModel, GenerationMixin):
@@ -284,6 +307,23 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
     return model
 
 
+def scripted_batch(monkeypatch, target, references, **overrides) -> DRelayModel:
+    """A drafter whose row follows the one of `references`, whole texts without padding, that it has begun to write."""
+    model = scripted_drafter(target, references[0], **overrides)
+    draft_round = DRelayCandidateGenerator.draft_round
+
+    def follow_and_draft(self, input_ids):
+        ids = input_ids[0].tolist()
+        while ids and ids[0] == 0:  # padding
+            ids.pop(0)
+        begun = [text for text in references if text[: len(ids)] == ids]
+        model.script.follow(begun[0] if begun else [])
+        return draft_round(self, input_ids)
+
+    monkeypatch.setattr(DRelayCandidateGenerator, "draft_round", follow_and_draft)
+    return model
+
+
 @dataclass
 class Round:
     """One verified round: drafted tokens by stage, their places in the pools, and what the target committed."""
@@ -411,6 +451,8 @@ def toolbox() -> SimpleNamespace:
         cycle_target=build_cycle_target,
         drafter=build_drafter,
         scripted=scripted_drafter,
+        scripted_batch=scripted_batch,
+        hybrid=build_hybrid_target,
         prompt=prompt_ids,
         greedy=greedy,
         assert_same_text=assert_same_text,
@@ -420,6 +462,14 @@ def toolbox() -> SimpleNamespace:
         tokenizer=build_tokenizer,
         version=tuple(int(part) for part in transformers.__version__.split(".")[:2]),
     )
+
+
+@pytest.fixture(params=["own", "host"])
+def decoding_loop(request, monkeypatch) -> str:
+    """Runs a test in our own loop and in the host's, without an option in every call."""
+    takes = DraftView._takes
+    monkeypatch.setattr(DraftView, "_takes", lambda self, call: request.param == "own" and takes(self, call))
+    return request.param
 
 
 @pytest.fixture

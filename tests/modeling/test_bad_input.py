@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache, GenerationConfig, T5Config, T5ForConditionalGeneration
+from transformers import Cache, DynamicCache, GenerationConfig, QuantizedCache, T5Config, T5ForConditionalGeneration
+from transformers.cache_utils import DynamicLayer
 
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.modeling_drafter import DRelayDrafterModel
@@ -53,9 +54,10 @@ def test_drafter_is_refused_when_it_was_made_for_another_target(toolbox, target,
         generate(toolbox.drafter(target, **fields))
 
 
-def test_batch_is_refused(toolbox, generate):
-    with pytest.raises(ValueError, match=r"`input_ids` has a batch of 2.*once for each"):
-        generate(input_ids=torch.cat([toolbox.prompt(6), toolbox.prompt(6, seed=1)]))
+def test_batch_is_refused_in_the_loop_of_the_host(toolbox, drafter, generate):
+    with pytest.raises(ValueError, match=r"`input_ids` has a batch of 2.*once for each.*`decoding_loop='own'`"):
+        view = drafter.with_options(decoding_loop="host")
+        generate(view, input_ids=torch.cat([toolbox.prompt(6), toolbox.prompt(6, seed=1)]))
 
 
 def test_beams_are_refused(generate):
@@ -63,24 +65,32 @@ def test_beams_are_refused(generate):
         generate(num_beams=3)
 
 
-def test_several_return_sequences_are_refused(target, drafter, toolbox):
+def test_several_return_sequences_are_refused_in_the_loop_of_the_host(target, drafter, toolbox):
     prompt = toolbox.prompt(6)
     with pytest.raises(ValueError, match=r"`num_return_sequences` is 2.*once for each"):
         target.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
-            assistant_model=drafter,
+            assistant_model=drafter.with_options(decoding_loop="host"),
             do_sample=True,
             num_return_sequences=2,
             max_new_tokens=4,
         )
 
 
-def test_filled_cache_is_refused(toolbox, target, generate):
+def test_filled_cache_is_refused_in_the_loop_of_the_host(toolbox, target, drafter, generate):
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(toolbox.prompt(5), **{toolbox.cache_keyword(): cache})
     with pytest.raises(ValueError, match=r"`past_key_values` already holds 5 tokens.*with an empty cache"):
+        generate(drafter.with_options(decoding_loop="host"), **{toolbox.cache_keyword(): cache})
+
+
+def test_filled_cache_is_refused_when_nothing_is_left_to_feed(toolbox, target, generate):
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(toolbox.prompt(6), **{toolbox.cache_keyword(): cache})
+    with pytest.raises(ValueError, match=r"already holds 6 tokens, but the prompt has 6.*at least one new token"):
         generate(**{toolbox.cache_keyword(): cache})
 
 
@@ -142,7 +152,7 @@ def test_statistics_stay_those_of_the_last_good_call_when_a_call_is_refused(gene
         ({"max_stages": 1.5}, r"`max_stages` is 1.5.*at least 1"),
         ({"loop_gate": 0.5}, r"`loop_gate` is 0.5.*at most 0.*None"),
         ({"loop_gate": NAN}, r"`loop_gate` is nan.*at most 0.*None"),
-        ({"loop_gate": "auto"}, r"`loop_gate` is 'auto'.*at most 0.*None"),
+        ({"loop_gate": "often"}, r"`loop_gate` is 'often'.*at most 0.*'auto'.*None"),
         ({"num_draft_tokens": 0}, r"`num_draft_tokens` is 0; use .*at least 1, or None"),
         ({"num_draft_tokens": 2.5}, r"`num_draft_tokens` is 2.5; use .*at least 1, or None"),
         ({"proposal": "beam"}, r"`proposal` is 'beam'; expected one of"),
@@ -156,6 +166,28 @@ def test_drafting_option_is_refused_when_its_value_is_impossible(drafter, place,
             drafter.with_options(**options)
         else:
             DRelayConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decoding_loop": "mine"}, r"`decoding_loop` is 'mine'; expected one of"),
+        ({"tree_budget": 0}, r"`tree_budget` is 0; use .*at least 1, or None"),
+        ({"tree_budget": 4, "decoding_loop": "host"}, r"`tree_budget` 4 needs `decoding_loop='own'`"),
+        ({"proposal": "coupled", "decoding_loop": "host"}, r"`proposal='coupled'` needs `decoding_loop='own'`"),
+    ],
+    ids=["loop", "budget", "tree_in_the_host", "coupled_in_the_host"],
+)
+def test_option_of_verification_is_refused_when_it_cannot_be(drafter, options, message):
+    with pytest.raises(ValueError, match=message):
+        drafter.with_options(**options)
+
+
+def test_quantized_cache_is_refused(generate, target, toolbox):
+    cache = QuantizedCache.__new__(QuantizedCache)  # made without a backend, which need not be installed
+    Cache.__init__(cache, layer_class_to_replicate=DynamicLayer)
+    with pytest.raises(ValueError, match=r"`cache_implementation='quantized'` cannot take rejected tokens back"):
+        generate(**{toolbox.cache_keyword(): cache})
 
 
 @pytest.mark.parametrize("name", ["loop_gates", "block_size"])

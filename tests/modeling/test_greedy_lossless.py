@@ -14,6 +14,8 @@ from transformers import (
 )
 
 
+pytestmark = pytest.mark.usefixtures("decoding_loop")
+
 ALWAYS = float("-inf")
 SOMETIMES = -2.0  # between the confidences of the scripted blocks
 BLOCK_SIZE = 5
@@ -211,12 +213,13 @@ def test_text_equals_plain_decoding_when_the_model_itself_is_the_assistant(toolb
     assert drafter.statistics.acceptance_length > 2
 
 
-def test_streamer_gets_the_tokens_of_plain_decoding(toolbox):
+def test_streamer_gets_the_tokens_of_plain_decoding(toolbox, decoding_loop):
     class Collector:
         def __init__(self):
-            self.tokens, self.has_ended = [], False
+            self.tokens, self.shapes, self.has_ended = [], [], False
 
         def put(self, value):
+            self.shapes.append(value.shape)
             self.tokens += value.flatten().tolist()
 
         def end(self):
@@ -230,6 +233,8 @@ def test_streamer_gets_the_tokens_of_plain_decoding(toolbox):
     toolbox.greedy(target, prompt, view, streamer=drafted)
     assert drafted.tokens == plain.tokens == expected[0].tolist()
     assert drafted.has_ended
+    if decoding_loop == "own":  # the host streams whole rounds
+        assert drafted.shapes == plain.shapes
 
 
 @pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "always"])
@@ -366,7 +371,7 @@ def test_generation_stops_like_plain_decoding_when_the_user_passes_criteria_of_t
 
 @pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "always"])
 def test_criterion_stops_like_plain_decoding_when_scores_are_collected(toolbox, cycle, gate):
-    # Such a criterion may read the scores, which a draft has not: decoding then goes on without drafts.
+    # Such a criterion may read the scores, which a draft has not: the host's loop then goes on without drafts.
     class LowScore(StoppingCriteria):
         def __call__(self, input_ids, scores, **kwargs):
             # Old versions of the host also ask about drafts, and then without scores.
@@ -439,8 +444,8 @@ class CountingPenalty(RepetitionPenaltyLogitsProcessor):
 
 
 @pytest.mark.parametrize("kind", [NotThisNext, CountingPenalty])
-def test_users_processor_sees_the_calls_of_plain_decoding_when_it_may_hold_state(toolbox, kind):
-    # Verification would call it on prefixes that are taken back later, which a state does not survive.
+def test_users_processor_sees_the_calls_of_plain_decoding_when_it_may_hold_state(toolbox, kind, decoding_loop):
+    # The host's verification would call it on prefixes that are taken back later, which a state does not survive.
     target, prompt = toolbox.target("llama"), toolbox.prompt(12)
     plain, own = kind(), kind()
     expected = toolbox.greedy(target, prompt, logits_processor=LogitsProcessorList([plain]))
@@ -449,10 +454,13 @@ def test_users_processor_sees_the_calls_of_plain_decoding_when_it_may_hold_state
     ids = toolbox.greedy(target, prompt, view, logits_processor=LogitsProcessorList([own]))
     assert torch.equal(ids, expected)
     assert own.lengths == plain.lengths
+    assert (view.statistics.num_rounds > 0) == (decoding_loop == "own")
+    if decoding_loop == "own":
+        assert view.statistics.acceptance_length > 2
 
 
 @pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "always"])
-def test_users_processor_is_called_by_the_target_alone_when_it_says_that_it_is_stateless(toolbox, gate):
+def test_users_processor_is_called_by_the_target_alone_when_it_says_that_it_is_stateless(toolbox, gate, decoding_loop):
     target, prompt = toolbox.target("llama"), toolbox.prompt(12)
     expected = toolbox.greedy(target, prompt, logits_processor=LogitsProcessorList([NotThisNext()]))
     view = toolbox.scripted(target, expected[0].tolist()).with_options(loop_gate=gate)
@@ -460,10 +468,13 @@ def test_users_processor_is_called_by_the_target_alone_when_it_says_that_it_is_s
     processor.is_stateless = True
     ids = toolbox.greedy(target, prompt, view, logits_processor=LogitsProcessorList([processor]))
     assert torch.equal(ids, expected)
-    # The host calls it once for each verified position: the prefill's, and all drafted ones with the bonus.
     statistics = view.statistics
-    verified = 1 + sum(drafted + 1 for drafted in statistics.num_drafted) + statistics.num_plain_rounds
-    assert len(processor.lengths) == verified
+    if decoding_loop == "own":
+        assert processor.lengths == list(range(12, expected.shape[1]))
+    else:
+        # The host calls it once for each verified position: the prefill's, and all drafted ones with the bonus.
+        verified = 1 + sum(drafted + 1 for drafted in statistics.num_drafted) + statistics.num_plain_rounds
+        assert len(processor.lengths) == verified
     assert statistics.acceptance_length > 2
 
 

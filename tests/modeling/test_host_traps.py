@@ -50,7 +50,7 @@ def test_text_equals_plain_decoding_with_embeddings_alone(target, padding):
     call = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
     embeds = target.get_input_embeddings()(ids)
     plain = target.generate(inputs_embeds=embeds, **call)
-    view = make_drafter(target).with_options(loop_gate=float("-inf"))
+    view = make_drafter(target).with_options(loop_gate=float("-inf"), decoding_loop="host")
     assert torch.equal(target.generate(inputs_embeds=embeds, assistant_model=view, **call), plain)
     assert view.statistics.num_rounds > 0
 
@@ -59,7 +59,7 @@ def test_stateful_processor_is_called_as_in_plain_decoding(target):
     ids = torch.tensor([[5, 6, 7]])
     call = {"max_new_tokens": 12, "do_sample": False}
     plain = target.generate(ids, logits_processor=LogitsProcessorList([CallCounter()]), **call)
-    view = make_drafter(target).with_options()
+    view = make_drafter(target).with_options(decoding_loop="host")
     ours = target.generate(ids, logits_processor=LogitsProcessorList([CallCounter()]), assistant_model=view, **call)
     assert torch.equal(ours, plain)
     assert view.statistics.num_rounds == 0  # a draft would have been a call too many
@@ -71,7 +71,8 @@ def test_prompt_that_ends_with_an_end_token_is_continued(target):
     call = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": 2}
     plain = target.generate(ids, **call)
     assert plain.shape[1] > ids.shape[1]
-    assert torch.equal(target.generate(ids, assistant_model=make_drafter(target), **call), plain)
+    view = make_drafter(target).with_options(decoding_loop="host")
+    assert torch.equal(target.generate(ids, assistant_model=view, **call), plain)
 
 
 def test_new_drafter_with_a_shortlist_drafts(target):

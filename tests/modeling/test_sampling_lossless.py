@@ -28,6 +28,8 @@ from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.modeling.modeling_heads import Pool
 from hf_drelay.modeling.proposal import Proposal, StageDraw
+from hf_drelay.modeling.speculative_loop import SpeculativeLoop
+from hf_drelay.modeling.verification import RejectionPicker
 
 
 pytestmark = pytest.mark.statistical
@@ -177,6 +179,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("decoding_loop")
 @pytest.mark.parametrize(
     ("setting", "proposal", "gate"), CASES, ids=[f"{s}-{p}-{'always' if g else 'one_stage'}" for s, p, g in CASES]
 )
@@ -202,6 +205,7 @@ class EndsWith(StoppingCriteria):
         return torch.tensor([input_ids[0, -1].item() == self.token])
 
 
+@pytest.mark.usefixtures("decoding_loop")
 @pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "always"])
 @pytest.mark.parametrize("kind", ["stop_string", "criterion", "end_token"])
 def test_text_follows_the_targets_law_when_generation_may_stop_inside_a_block(
@@ -248,20 +252,90 @@ def test_sampled_texts_differ_when_the_seed_differs(target, drafter):
     assert texts[0] != texts[1]
 
 
+def draw_batch(target, view, num_rows, max_new_tokens, **kwargs) -> list[list[int]]:
+    """Texts of one call with a batch of the same prompt."""
+    torch.manual_seed(0)
+    prompt = torch.tensor([PROMPT] * num_rows)
+    kwargs = {"top_k": 0, "attention_mask": torch.ones_like(prompt), "max_new_tokens": max_new_tokens} | kwargs
+    return target.generate(prompt, assistant_model=view, do_sample=True, **kwargs).tolist()
+
+
+class TestOwnLoop:
+    """Batches, trees and the cost-aware gate, which only our own loop has."""
+
+    @pytest.mark.parametrize("scheme", ["ragged", "lockstep"])
+    @pytest.mark.parametrize("options", [{}, {"loop_gate": ALWAYS}], ids=["one_stage", "always"])
+    def test_rows_of_a_batch_follow_the_targets_law(self, target, drafter, monkeypatch, record, scheme, options):
+        # In lockstep a row is cut by what the others accepted, which its own later tokens must not see.
+        monkeypatch.setattr(SpeculativeLoop, "_can_be_ragged", lambda self: scheme == "ragged")
+        texts = draw_batch(target, drafter.with_options(proposal="sample", **options), 3, 300)
+        assert p_value(target, texts) > PLAUSIBLE
+        assert record.count(lambda r: r.num_accepted > 0) >= 20
+
+    @pytest.mark.parametrize("proposal", ["sample", "coupled"])
+    def test_trees_follow_the_targets_law(self, target, drafter, proposal):
+        view = drafter.with_options(proposal=proposal, tree_budget=5, loop_gate=ALWAYS)
+        assert p_value(target, draw(target, view, 1, 700)) > PLAUSIBLE
+        assert view.statistics.acceptance_length > 1.5
+
+    @pytest.mark.parametrize("proposal", ["sample", "greedy", "coupled"])
+    def test_cost_aware_gate_follows_the_targets_law(self, target, drafter, proposal):
+        view = drafter.with_options(proposal=proposal, loop_gate="auto")
+        ticks = iter(range(10**9))  # time is the number of times somebody looked at the clock
+        view.cost_model().clock = lambda: 1e-3 * next(ticks)
+        view.cost_model().LOSS = float("inf")  # no pauses: every round chooses the length of its stages
+        texts = draw(target, view, 1, 700)
+        assert p_value(target, texts) > PLAUSIBLE
+        assert view.statistics.num_rounds >= 50
+
+    def test_coupled_text_is_that_of_plain_sampling(self, target, drafter):
+        expected = draw(target, None, 3, 60)
+        for options in ({}, {"loop_gate": ALWAYS}, {"tree_budget": 6}, {"loop_gate": "auto"}):
+            assert draw(target, drafter.with_options(proposal="coupled", **options), 3, 60) == expected
+
+
 class TestBiasedVariantsFail:
     """The test has the power to see what it is for."""
+
+    def test_own_loop_takes_rejected_tokens_from_p(self, target, poor_drafter, monkeypatch):
+        def row(p, draft, place):
+            if place < draft.tree.num_nodes:
+                q = torch.zeros_like(p).scatter_(0, draft.pool_ids[place], draft.pool_logits[place].softmax(dim=-1))
+                token = draft.tree.token_ids[place]
+                if torch.rand(()) * q[token] < p[token]:
+                    return torch.tensor([token])
+            return torch.multinomial(p, 1)
+
+        monkeypatch.setattr(RejectionPicker, "_row", staticmethod(row))
+        texts = draw(target, poor_drafter.with_options(proposal="sample"), 1, 1500)
+        assert p_value(target, texts) < IMPOSSIBLE
+
+    def test_own_loop_chooses_the_length_of_a_stage_by_the_tokens_it_drew(self, target, drafter, monkeypatch):
+        # The cost-aware gate must choose it from the pools alone.
+        right = DRelayCandidateGenerator._draft_stage
+
+        def draft_stage(self, input_ids, room):
+            block, is_final = right(self, input_ids, room)
+            return (block.first(0) if block.choices[:, :1].any() else block), is_final
+
+        monkeypatch.setattr(DRelayCandidateGenerator, "_draft_stage", draft_stage)
+        texts = draw(target, drafter.with_options(proposal="sample"), 1, 1500)
+        assert p_value(target, texts) < IMPOSSIBLE
 
     def test_q_of_another_temperature(self, target, poor_drafter, monkeypatch):
         right = DRelayCandidateGenerator._vocabulary_logits
         monkeypatch.setattr(DRelayCandidateGenerator, "_vocabulary_logits", lambda self: 0.15 * right(self))
-        texts = draw(target, poor_drafter.with_options(proposal="sample"), 1, 900)
+        view = poor_drafter.with_options(proposal="sample", decoding_loop="host")
+        texts = draw(target, view, 1, 900)
         assert p_value(target, texts) < IMPOSSIBLE
 
+    @pytest.mark.usefixtures("decoding_loop")
     def test_q_of_the_slot_without_the_tokens_before_it(self, target, poor_drafter, monkeypatch):
         monkeypatch.setattr(StageDraw, "proposal_logits", lambda self, n: self.pool.log_probs[:, :n])
         texts = draw(target, poor_drafter.with_options(proposal="sample"), 1, 900)
         assert p_value(target, texts) < IMPOSSIBLE
 
+    @pytest.mark.usefixtures("decoding_loop")
     def test_drafted_tokens_are_dropped_for_their_own_low_probability(self, target, drafter, monkeypatch):
         right = DRelayCandidateGenerator._draft_stage
 
@@ -283,6 +357,6 @@ class TestBiasedVariantsFail:
             self.proposal = Proposal(kwargs["logits_processor"], SIZE, is_sampled=True)
 
         monkeypatch.setattr(DRelayCandidateGenerator, "__init__", init)
-        view = drafter.with_options(proposal="sample")
+        view = drafter.with_options(proposal="sample", decoding_loop="host")
         texts = draw(target, view, 200, 20, stopping_criteria=[EndsWith(STOP)])
         assert p_value(target, texts, only=STOP) < IMPOSSIBLE

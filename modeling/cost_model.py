@@ -1,0 +1,227 @@
+"""The cost-aware loop gate: what drafting and verifying cost here and now, and what a draft is worth.
+
+`loop_gate="auto"` learns, while it decodes, the time of a drafting stage, the time of a target forward by its number
+of tokens, and how often drafts of each slot are accepted. With these it decides three things: how many tokens a stage
+drafts (before the first one is drawn, so that q stays exact), whether another stage pays, and whether speculation pays
+at all. Between observations it is a function of its state: no clock and no randomness are read here except through
+`clock`, so that tests can drive it with numbers of their own.
+"""
+
+import time
+
+
+class Average:
+    """Exponentially weighted mean; it starts as the plain mean of what it saw."""
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self.value: float | None = None
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        weight = max(self.rate, 1 / self._count)
+        self.value = value if self.value is None else self.value + weight * (value - self.value)
+
+
+class LatencyTable:
+    """
+    Running estimate of the ms of a forward by its number of tokens.
+
+    Between observed sizes it interpolates; beyond them it goes on with the slope of the last two, never downwards. A
+    single outlier moves an estimate by a bounded factor.
+    """
+
+    RATE = 0.15
+    OUTLIER = 2.0
+    PRIOR_SLOPE = 0.1  # of a one-token forward, for each further token, as long as one size only was observed
+
+    def __init__(self):
+        self._ms: dict[int, Average] = {}
+
+    def observe(self, num_tokens: int, ms: float) -> None:
+        average = self._ms.setdefault(num_tokens, Average(self.RATE))
+        average.add(ms if average.value is None else min(ms, self.OUTLIER * average.value))
+
+    def __contains__(self, num_tokens: int) -> bool:
+        return num_tokens in self._ms
+
+    def estimate(self, num_tokens: int) -> float | None:
+        """Expected ms; `None` before the first observation."""
+        if not self._ms:
+            return None
+        if num_tokens in self._ms:
+            return self._ms[num_tokens].value
+        sizes = sorted(self._ms)
+        below = [n for n in sizes if n < num_tokens]
+        above = [n for n in sizes if n > num_tokens]
+        if below and above:
+            return self._line(below[-1], above[0], num_tokens)
+        if len(sizes) == 1:
+            per_token = self.PRIOR_SLOPE * self._ms[sizes[0]].value / (1 + self.PRIOR_SLOPE * (sizes[0] - 1))
+            return self._ms[sizes[0]].value + per_token * (num_tokens - sizes[0])
+        ends = (sizes[-2], sizes[-1]) if below else (sizes[0], sizes[1])
+        nearest = self._ms[sizes[-1] if below else sizes[0]].value
+        value = self._line(*ends, num_tokens)
+        return max(value, nearest) if below else max(min(value, nearest), 0.0)
+
+    def _line(self, first: int, second: int, num_tokens: int) -> float:
+        a, b = self._ms[first].value, self._ms[second].value
+        return a + (b - a) * (num_tokens - first) / (second - first)
+
+
+class Calibration:
+    """How often a slot is accepted, given that all before it were, by what the drafter believed."""
+
+    FORGET = 0.95
+    PRIOR = 3.0  # observations that the drafter's own belief is worth
+
+    def __init__(self):
+        self._sums: dict[tuple[int, int], list[float]] = {}
+
+    def observe(self, stage: int, slot: int, belief: float, is_accepted: bool) -> None:
+        sums = self._sums.setdefault(self._key(stage, slot), [0.0, 0.0])
+        sums[0] = self.FORGET * sums[0] + is_accepted
+        sums[1] = self.FORGET * sums[1] + belief
+
+    def acceptance(self, stage: int, slot: int, belief: float) -> float:
+        """Expected acceptance of a slot of which the drafter believes `belief`."""
+        accepted, believed = self._sums.get(self._key(stage, slot), (0.0, 0.0))
+        return min(1.0, belief * (accepted + self.PRIOR) / (believed + self.PRIOR))
+
+    @staticmethod
+    def _key(stage: int, slot: int) -> tuple[int, int]:
+        return min(stage, 1), min(slot, 15)  # later stages are alike
+
+
+class CostModel:
+    """
+    State and decisions of the cost-aware gate of one caller.
+
+    Args:
+        clock (`Callable`): Returns seconds; replaced in tests.
+
+    Attributes:
+        WARM_UP (`int`): Plain steps that measure the target alone before anything is drafted.
+        LOSS (`float`): Tokens that speculation may cost, compared with plain decoding, before it is put off.
+        PAUSES (`tuple[int, ...]`): Tokens decoded plainly after the first, second, ... losing trial.
+    """
+
+    WARM_UP = 2
+    LOSS = 1.0
+    MEMORY = 0.9
+    PAUSES = (16, 48, 144, 432)
+
+    def __init__(self, clock=time.perf_counter):
+        self.clock = clock
+        self.verify_ms = LatencyTable()
+        self.draft_ms: dict[int, Average] = {}
+        self.calibration = Calibration()
+        self.later_gain = Average(0.1)  # accepted tokens of a later stage that was reached
+        self.later_length = Average(0.1)
+        self.plain_ms = Average(0.15)  # of a round without a draft
+        self.tokens_per_ms: float | None = None
+        self._num_plain = 0
+        self.begin_call()
+
+    def begin_call(self) -> None:
+        """A new text: what was slow stays slow, but it may be easier to draft for."""
+        self._balance = 0.0
+        self._pause = 0  # plain tokens left
+        self._num_losses = 0
+
+    # Decisions.
+
+    def drafts(self) -> bool:
+        """Whether the coming round drafts at all."""
+        return self._num_plain >= self.WARM_UP and self._pause <= 0
+
+    def stage_length(self, beliefs: list[float], stage: int, num_before: int, reach: float) -> int:
+        """
+        Tokens to draft, from what is known before the first of them is drawn.
+
+        Args:
+            beliefs (`list[float]`): Probability of the best candidate of each slot.
+            stage (`int`): 0 for the first of the round.
+            num_before (`int`): Tokens drafted by the stages before.
+            reach (`float`): Probability that all of those are accepted.
+        """
+        rate = self._rate()
+        best, best_value, gain = 0, 0.0, 0.0
+        for slot, belief in enumerate(beliefs):
+            reach *= self.calibration.acceptance(stage, slot, belief)
+            gain += reach
+            value = gain - rate * self._extra_ms(num_before, slot + 1)
+            if value > best_value:
+                best, best_value = slot + 1, value
+        return best
+
+    def loops(self, reach: float, num_drafted: int) -> bool:
+        """Whether another stage pays when `num_drafted` tokens are accepted with probability `reach`."""
+        length = max(1, round(self.later_length.value or num_drafted))
+        gain = self.later_gain.value if self.later_gain.value is not None else 0.5 * length
+        draft_ms = self.draft_ms.get(1, self.draft_ms.get(0))
+        cost_ms = (draft_ms.value if draft_ms else 0.0) + self._extra_ms(num_drafted, length)
+        return reach * gain > self._rate() * cost_ms
+
+    # Observations.
+
+    def observe_draft(self, stage: int, ms: float) -> None:
+        self.draft_ms.setdefault(min(stage, 1), Average(0.15)).add(ms)
+
+    def observe_round(self, num_verified: int, verify_ms: float, num_committed: int, round_ms: float) -> None:
+        """
+        One round is over.
+
+        Args:
+            num_verified (`int`): Tokens of the target's forward, the anchor included; 1 is a plain step.
+            verify_ms (`float`): Of the forward and the walk.
+            num_committed (`int`): Tokens that one row gained, in the mean over the rows.
+            round_ms (`float`): Of the whole round, drafting included.
+        """
+        self.verify_ms.observe(num_verified, verify_ms)
+        rate = num_committed / max(round_ms, 1e-6)
+        self.tokens_per_ms = rate if self.tokens_per_ms is None else 0.9 * self.tokens_per_ms + 0.1 * rate
+        if not self.drafts():
+            value = self.plain_ms.value
+            self.plain_ms.add(round_ms if value is None else min(round_ms, LatencyTable.OUTLIER * value))
+            self._num_plain += 1
+            self._pause -= num_committed
+            return
+        self._balance = self.MEMORY * self._balance + num_committed - round_ms / max(self.plain_ms.value, 1e-6)
+        if self._balance < -self.LOSS:
+            self._pause = self.PAUSES[min(self._num_losses, len(self.PAUSES) - 1)]
+            self._num_losses += 1
+            self._balance = 0.0
+        elif self._balance > self.LOSS:
+            self._num_losses = 0
+
+    def observe_acceptance(self, stage_beliefs: list[list[float]], num_accepted: int, num_judged: int) -> None:
+        """
+        Which of the drafted slots were accepted.
+
+        Args:
+            stage_beliefs (`list[list[float]]`): What the drafter believed of the slots of each stage.
+            num_accepted (`int`): Accepted drafts.
+            num_judged (`int`): Slots whose place got a token; those behind the first rejection tell nothing.
+        """
+        before = 0
+        for stage, beliefs in enumerate(stage_beliefs):
+            if stage and num_accepted >= before:
+                self.later_gain.add(min(num_accepted - before, len(beliefs)))
+                self.later_length.add(len(beliefs))
+            for slot, belief in enumerate(beliefs):
+                if before + slot >= num_judged:
+                    return
+                self.calibration.observe(stage, slot, belief, before + slot < num_accepted)
+            before += len(beliefs)
+
+    def _rate(self) -> float:
+        """Tokens/ms that time spent elsewhere would yield: the better of plain decoding and the recent rate."""
+        plain = 1 / self.plain_ms.value if self.plain_ms.value else 0.0
+        return max(plain, self.tokens_per_ms or 0.0)
+
+    def _extra_ms(self, num_before: int, num_more: int) -> float:
+        """What verifying `num_more` tokens adds to a round that verifies `num_before` drafts."""
+        more, before = (self.verify_ms.estimate(n + 1) for n in (num_before + num_more, num_before))
+        return max(0.0, (more or 0.0) - (before or 0.0))

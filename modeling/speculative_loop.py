@@ -1,0 +1,451 @@
+"""Our own decoding loop: draft, verify, commit, for a whole batch, chains and trees, from an empty or a filled cache.
+
+A round drafts for every row, runs the target once over all drafts, walks the logits as plain decoding would have
+(`verification.py`) and leaves only committed tokens in the cache (`cache_rollback.py`). Rows advance in one of two
+ways. In *lockstep* the batch is one group: it advances by what all rows accepted, every call into user code is that of
+plain decoding, and any cache works. *Ragged*, every row is a group of its own: it advances by what it accepted itself,
+its tokens end at its own length in the cache, and the slots behind them are masked.
+
+Invariant: between rounds the cache of a group holds its tokens but the newest (and but those that wait for a replay).
+"""
+
+import contextlib
+import copy
+
+import torch
+
+from .cache_rollback import CacheRollback
+from .candidate_generator import DRelayCandidateGenerator
+from .compat import cache_argument, cache_keyword, hidden_states_request
+from .draft_statistics import DraftStatistics, PhaseClock
+from .draft_tree import DraftTree, attention_masks
+from .proposal import is_stateless
+from .sampling_noise import SamplingNoise
+from .step_outputs import StepOutputs
+from .verification import GreedyPicker, NoisePicker, RejectionPicker, RowDraft, RowGroup, StopRule, Verifier
+
+
+# Tokens that may wait for a replay; beyond that they are fed in a forward of their own.
+_MAX_PENDING = 32
+# Arguments of the prompt that later forwards do not take, or that this file makes for each forward.
+_PROMPT_ONLY = ("inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+
+class SpeculativeLoop:
+    """
+    One call.
+
+    Args:
+        view (`DraftView`): Drafter and options; gets the statistics of the call.
+        target (`PreTrainedModel`): A decoder-only target.
+        input_ids (`torch.LongTensor` of shape `(B, P)`): Prompt, padded left; empty with `inputs_embeds`.
+        logits_processor (`LogitsProcessorList`), stopping_criteria (`StoppingCriteriaList`): Of the call.
+        generation_config (`GenerationConfig`): Of the call; `max_length` is final.
+        streamer (`BaseStreamer`, *optional*): Gets the tokens one at a time.
+        model_kwargs: What the host prepared for the target's forward.
+    """
+
+    def __init__(
+        self,
+        view,
+        target,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        streamer=None,
+        synced_gpus=False,
+        inputs_tensor=None,
+        tokenizer=None,
+        assistant_tokenizer=None,
+        **model_kwargs,
+    ):
+        self.view = view
+        self.target = target
+        self.input_ids = input_ids
+        self.logits_processor = logits_processor
+        self.criteria = stopping_criteria
+        self.config = generation_config
+        self.streamer = streamer
+        self.model_kwargs = model_kwargs
+        self.num_rows = _batch_size(input_ids, model_kwargs)
+        self.adapter = view.model.adapter(target)
+        self.clock = PhaseClock(enabled=view.options.profile)
+        self.statistics = DraftStatistics(phase_ms=self.clock.phase_ms)
+        self.cost_model = view.cost_model(self.num_rows)
+        self.outputs = StepOutputs(generation_config)
+        self.stop = StopRule(stopping_criteria)
+        taps = view.model.config.target_layer_ids
+        every_state = bool(generation_config.output_hidden_states)
+        forward = target.get_decoder().forward
+        self.request = {"output_hidden_states": True if every_state else hidden_states_request(taps, forward)}
+
+    def run(self):
+        """Decode until every row has met a stopping criterion; returns what `generate()` returns."""
+        if self.cost_model is not None:
+            self.cost_model.begin_call()
+        outputs, states, seen = self._prefill()
+        self._begin(outputs, states, seen)
+        del outputs, states
+        while any(not group.is_done for group in self.groups):
+            self._round()
+        return self._end()
+
+    # Prefill.
+
+    def _prefill(self):
+        """
+        Feed the prompt, in chunks if asked for.
+
+        Returns:
+            The outputs of the last forward, the tapped states `(B, P, L*H)` of the prompt, and which of these
+            positions are no padding `(B, P)`.
+        """
+        mask, config = self.model_kwargs.get("attention_mask"), copy.copy(self.config)
+        length = self.input_ids.shape[1]
+        width = mask.shape[1] if mask is not None else getattr(config, "_mask_length", length)
+        cache = cache_argument(self.model_kwargs)
+        filled = int(cache.get_seq_length())
+        if filled >= width:
+            raise ValueError(
+                f"`{cache_keyword()}` already holds {filled} tokens, but the prompt has {width}: nothing is left to "
+                "feed. Pass at least one new token, or crop the cache by one."
+            )
+        # Before a filled cache there are either all ids, which the host slices, or the new ones only.
+        lead = width - length
+        chunk = self.config.prefill_chunk_size if length > 0 else None
+        start = 0 if lead else filled
+        ends = [length] if chunk is None else [*range(start + chunk, length, chunk), length]
+        config.prefill_chunk_size = None
+        states, tapped = None, []
+        for end in ends:
+            kwargs = self.model_kwargs | self.request
+            if len(ends) > 1:
+                config._mask_length = lead + end
+                for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+                    if kwargs.get(name) is not None:
+                        kwargs[name] = kwargs[name][..., : lead + end]
+            ids = self.input_ids[:, start:end] if lead and length else self.input_ids[:, :end]
+            outputs = self.target._prefill(ids, config, kwargs)
+            states = self.adapter.tapped(outputs.hidden_states, self.view.config.target_layer_ids)
+            tapped.append(states)
+            start = end
+        states = torch.cat(tapped, dim=1)
+        seen = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        if mask is not None and mask.dim() == 2:
+            seen = mask[:, -states.shape[1] :].to(states.device).bool()
+        return outputs, states, seen
+
+    def _begin(self, outputs, states, seen) -> None:
+        """Set up the rows and commit the token that the prefill yields."""
+        vocab_size = outputs.logits.shape[-1]
+        self.device = self.input_ids.device
+        self.cache = cache_argument(self.model_kwargs)
+        self.rollback = CacheRollback(self.cache)
+        self.num_slots = int(self.cache.get_seq_length())  # slots in use, rejected ones excluded
+        self.offset = self.num_slots - self.input_ids.shape[1]  # positions that have no id
+        self._check_tree()
+        self.noise = None
+        if self.config.do_sample and (self.view.options.proposal != "sample" or self.view.options.tree_budget):
+            self.noise = SamplingNoise(self.num_rows, vocab_size, self.device)
+        self.is_ragged = self._can_be_ragged()
+        rows = list(range(self.num_rows))
+        self.groups = [
+            RowGroup(own, self.input_ids[own], self.input_ids.shape[1])
+            for own in ([[row] for row in rows] if self.is_ragged else [rows])
+        ]
+        self.cached_rows = rows  # rows that the cache holds, in its order
+        self.lengths = [self.num_slots] * self.num_rows  # slots of each row that hold its tokens
+        self.generators = [self._generator(row, vocab_size) for row in rows]
+        for row in rows:
+            self.generators[row].feed(states[row : row + 1, seen[row]])
+        mask = self.model_kwargs.get("attention_mask")
+        self.prompt_mask = mask if mask is not None and mask.dim() == 2 else None
+        positions = self.model_kwargs.get("position_ids")
+        self.next_position = None if positions is None else positions[..., -1:] + 1
+        if self.next_position is not None and self.next_position.shape[-2] == 1:
+            self.next_position = self.next_position.expand(*self.next_position.shape[:-2], self.num_rows, 1)
+        self.pad_token_id = None if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
+        self.verifier = Verifier(
+            self._picker(), self.logits_processor, self.stop, self.pad_token_id, self.streamer, self.outputs
+        )
+        self.fixed_kwargs = {
+            name: value for name, value in self.model_kwargs.items() if name not in (*_PROMPT_ONLY, cache_keyword())
+        }
+        self.forward = (
+            self.target.get_compiled_call(self.config.compile_config)
+            if self.target._valid_auto_compile_criteria(self.model_kwargs, self.config)
+            else self.target.__call__
+        )
+        self.clock.lap("prefill")
+        nothing = [RowDraft(DraftTree()) for _ in rows]
+        logits = outputs.logits[:, -1:].to(self.device, torch.float32)
+        for group in self.groups:
+            self.verifier.walk(group, logits[group.rows], nothing[: len(group.rows)], self.outputs.whole(outputs))
+        self._drop_finished_rows()
+
+    def _generator(self, row: int, vocab_size: int) -> DRelayCandidateGenerator:
+        noise = None
+        if self.noise is not None and self.view.options.proposal == "coupled":
+
+            def noise(num_tokens, token_ids):
+                return self.noise.gumbel(num_tokens - self.input_ids.shape[1], row, token_ids)
+
+        generator = DRelayCandidateGenerator(
+            model=self.view.model,
+            adapter=self.adapter,
+            options=self.view.options,
+            generation_config=self.config,
+            logits_processor=self.logits_processor,
+            stopping_criteria=self.criteria,
+            is_walked=True,
+            noise=noise,
+            statistics=self.statistics,
+            clock=self.clock,
+            cost_model=self.cost_model,
+        )
+        generator.proposal.vocab_size = vocab_size  # a padded head is wider than the vocabulary
+        self.view.statistics = self.statistics
+        return generator
+
+    def _picker(self):
+        if not self.config.do_sample:
+            return GreedyPicker()
+        return NoisePicker(self.noise) if self.noise is not None else RejectionPicker()
+
+    def _can_be_ragged(self) -> bool:
+        """Whether rows may advance on their own: nothing that a user sees may depend on the batch as a whole."""
+        is_asked_row_wise = self.stop.is_row_wise and all(is_stateless(p) for p in self.logits_processor)
+        ends_alone = self.stop.has_eos or not self.stop.others  # else plain decoding goes on with finished rows
+        sees_batch = self.streamer is not None or self.outputs.is_collecting or _is_users(self.cache)
+        has_positions = self.model_kwargs.get("position_ids") is not None and self.offset == 0
+        return (
+            self.num_rows > 1
+            and self.rollback.can_be_ragged
+            and is_asked_row_wise
+            and ends_alone
+            and has_positions
+            and not sees_batch
+        )
+
+    def _check_tree(self) -> None:
+        if self.view.options.tree_budget is None:
+            return
+        if not self.rollback.can_move or self.model_kwargs.get("position_ids") is None:
+            kinds = sorted({type(layer).__name__ for layer in self.rollback.layers})
+            raise ValueError(
+                f"`tree_budget` {self.view.options.tree_budget} needs a target whose cache keeps one slot for each "
+                f"token and that takes `position_ids`; the cache of {type(self.target).__name__} has layers {kinds}. "
+                "Leave `tree_budget` out to verify chains."
+            )
+
+    # Rounds.
+
+    def _round(self) -> None:
+        """Draft, verify, commit."""
+        started_s = self.cost_model.clock() if self.cost_model is not None else 0.0
+        groups = [group for group in self.groups if not group.is_done]
+        drafts = {id(group): self._draft(group) for group in groups}
+        num_places = 1 + max(draft.tree.num_nodes for own in drafts.values() for draft in own)
+        if self.rollback.num_pending > _MAX_PENDING:
+            self._replay()
+        num_pending = self.rollback.num_pending
+        self.rollback.begin()
+        handed_over_s = self.cost_model.clock() if self.cost_model is not None else 0.0
+        outputs = self._verify(groups, drafts, num_places)
+        logits = outputs.logits[:, -num_places:].to(self.device, torch.float32)
+        states = self.adapter.tapped(outputs.hidden_states, self.view.config.target_layer_ids)[:, -num_places:]
+        walks = {}
+        for group in groups:
+            own, rows = drafts[id(group)], self._cache_places(group)
+            trees = [draft.tree for draft in own]
+            slices = self.outputs.sliced(outputs, self.cache, rows, self.num_slots, num_pending, trees)
+            own_logits = logits if rows == list(range(len(logits))) else logits[rows]
+            walks[id(group)] = self.verifier.walk(group, own_logits, own, slices)
+        self.clock.lap("verify")
+        self._commit(groups, walks, num_places, states)
+        if self.noise is not None:
+            self.noise.forget(min(group.num_new for group in groups))
+        if self.cost_model is not None:
+            now_s = self.cost_model.clock()
+            committed = sum(walk.num_steps * len(g.rows) for g, walk in ((g, walks[id(g)]) for g in groups))
+            committed /= sum(len(group.rows) for group in groups)
+            verify_ms, round_ms = 1e3 * (now_s - handed_over_s), 1e3 * (now_s - started_s)
+            self.cost_model.observe_round(num_places + num_pending, verify_ms, committed, round_ms)
+        self._drop_finished_rows()
+
+    def _draft(self, group: RowGroup) -> list[RowDraft]:
+        """Drafts of the rows of a group, cut to the shortest: in lockstep no row gets further."""
+        drafts = []
+        is_padded = [finished and self.stop.has_eos for finished in group.is_finished]
+        for i, row in enumerate(group.rows):
+            generator = self.generators[row]
+            blocks = [] if is_padded[i] else generator.draft_round(group.input_ids[i : i + 1])
+            if not blocks or not generator.proposal.is_sampled:
+                drafts.append(RowDraft(generator.tree if blocks else DraftTree()))
+                continue
+            pool_ids = torch.cat([block.pool_ids[0] for block in blocks])
+            pool_logits = torch.cat([block.pool_logits[0] for block in blocks])
+            drafts.append(RowDraft(generator.tree, pool_ids, pool_logits))
+        depths = [max(draft.tree.depths()) for draft, padded in zip(drafts, is_padded, strict=True) if not padded]
+        depth = min(depths, default=0)
+        for draft, padded in zip(drafts, is_padded, strict=True):
+            draft.tree = DraftTree.chain([self.pad_token_id] * depth) if padded else draft.tree.cut(depth)
+        return drafts
+
+    def _verify(self, groups, drafts, num_places: int):
+        """One forward over the pending tokens, the anchor and the drafts of every row that the cache holds."""
+        num_pending = self.rollback.num_pending
+        num_written = num_pending + num_places
+        ids = self.input_ids.new_full((len(self.cached_rows), num_written), self.pad_token_id or 0)
+        offsets = torch.zeros(len(self.cached_rows), num_written, dtype=torch.long)
+        trees = [DraftTree()] * len(self.cached_rows)
+        for group in groups:
+            tail = group.input_ids[:, -(num_pending + 1) :]
+            for i, (place, draft) in enumerate(zip(self._cache_places(group), drafts[id(group)], strict=True)):
+                trees[place] = draft.tree
+                ids[place, : num_pending + 1] = tail[i]
+                end = num_pending + 1 + draft.tree.num_nodes
+                ids[place, num_pending + 1 : end] = ids.new_tensor(draft.tree.token_ids)
+                depths = torch.tensor([*range(-num_pending, 0), *draft.tree.depths()])
+                offsets[place, : len(depths)] = depths + group.num_new - 1
+        mask = self._mask(num_written)
+        inputs = self._inputs(ids, offsets, mask, num_places)
+        if not all(tree.is_chain for tree in trees):
+            seen = torch.ones(len(trees), self.num_slots, dtype=torch.bool, device=self.target.device)
+            if self.prompt_mask is not None:
+                columns = self.prompt_mask.shape[1]
+                seen[:, :columns] = self.prompt_mask[self.cached_rows].to(seen.device).bool()
+            lengths = [self.lengths[row] for row in self.cached_rows]
+            inputs["attention_mask"] = attention_masks(self.target, self.cache, trees, lengths, num_places, seen)
+        # The host swaps expert kernels for one-token steps; that trade does not hold for a draft.
+        decode = self.target._optimize_model_for_decode() if num_written == 1 else contextlib.nullcontext()
+        with decode:
+            return self.forward(**inputs, return_dict=True)
+
+    def _inputs(self, ids, offsets, mask, num_logits: int) -> dict:
+        """Arguments of a forward over `ids` `(B', M)` that stand `offsets` `(B', M)` behind the prompt."""
+        kwargs = dict(self.fixed_kwargs)
+        if self.next_position is not None:
+            first = self.next_position[..., self.cached_rows, :]
+            kwargs["position_ids"] = first + offsets.to(first.device)
+        if (types := self.model_kwargs.get("token_type_ids")) is not None:
+            kwargs["token_type_ids"] = types[self.cached_rows, -1:].expand(-1, ids.shape[1])
+        if self.model_kwargs.get("mm_token_type_ids") is not None:  # what is generated is text
+            kwargs["mm_token_type_ids"] = torch.zeros_like(ids)
+        inputs = self.target.prepare_inputs_for_generation(
+            ids,
+            next_sequence_length=ids.shape[1],
+            attention_mask=mask,
+            is_first_iteration=False,
+            **{cache_keyword(): self.cache},
+            **kwargs,
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = num_logits
+        return inputs | self.request
+
+    def _mask(self, num_written: int) -> torch.LongTensor | None:
+        """Mask `(B', slots + written)` of a forward; `None` when there is nothing to hide."""
+        lengths = [self.lengths[row] for row in self.cached_rows]
+        if self.prompt_mask is None and min(lengths) == self.num_slots:
+            return None
+        shape = (len(lengths), self.num_slots + num_written)
+        mask = torch.ones(shape, dtype=torch.long, device=self.device)
+        if self.prompt_mask is not None:
+            columns = min(self.prompt_mask.shape[1], self.num_slots)
+            mask[:, :columns] = self.prompt_mask[self.cached_rows, :columns]
+        for row, length in enumerate(lengths):
+            mask[row, length : self.num_slots] = 0  # slots of rows that are further
+        return mask
+
+    def _commit(self, groups, walks, num_places: int, states) -> None:
+        """Leave the walked places in the cache, and give their states to the drafter."""
+        num_pending = self.rollback.num_pending
+        num_written = num_pending + num_places
+        places = torch.arange(num_places).repeat(len(self.cached_rows), 1)
+        targets = places.clone()
+        for group in groups:
+            walk = walks[id(group)]
+            for i, place in enumerate(self._cache_places(group)):
+                row, kept = group.rows[i], walk.places[i]
+                index = torch.tensor(kept, device=states.device)
+                places[place, : len(kept)] = index.cpu()
+                targets[place, : len(kept)] += self.lengths[row] - self.num_slots
+                self.lengths[row] += num_pending + walk.num_steps
+                is_text = not (self.stop.has_eos and group.is_finished[i])
+                if is_text:
+                    self.generators[row].feed(states[place : place + 1, index])
+                committed = walk.token_ids[i][: walk.num_texts[i]]
+                if committed:
+                    self.generators[row].record_round(committed)
+        if not torch.equal(places, targets):
+            self.rollback.move(num_written, num_pending + places, num_pending + targets)
+        num_slots = max(self.lengths[row] for row in self._kept_rows())
+        self.rollback.keep(num_written, num_slots - self.num_slots)
+        if self.rollback.num_pending:
+            for row in self.cached_rows:
+                self.lengths[row] = self.num_slots
+        else:
+            self.num_slots = num_slots
+
+    def _kept_rows(self) -> list[int]:
+        """Rows of the cache that go on; ragged, the slots of finished ones are no longer needed."""
+        if not self.is_ragged:
+            return self.cached_rows
+        return [g.rows[0] for g in self.groups if not g.is_done] or self.cached_rows
+
+    def _drop_finished_rows(self) -> None:
+        """Ragged, a finished row leaves the batch."""
+        kept = self._kept_rows()
+        if kept == self.cached_rows or not self.is_ragged:
+            return
+        self.cache.batch_select_indices(torch.tensor([self.cached_rows.index(row) for row in kept]))
+        self.cached_rows = kept
+
+    def _cache_places(self, group: RowGroup) -> list[int]:
+        return [self.cached_rows.index(row) for row in group.rows]
+
+    def _replay(self) -> None:
+        """Feed the tokens that wait for it, so that the cache holds all tokens but the newest."""
+        group, num_pending = self.groups[0], self.rollback.num_pending
+        ids = group.input_ids[:, -(num_pending + 1) : -1]
+        offsets = torch.arange(-num_pending, 0).expand(len(ids), -1) + group.num_new - 1
+        self.target(**self._inputs(ids, offsets, self._mask(num_pending), 1), return_dict=True)
+        self.rollback.keep(num_pending, num_pending)
+        self.num_slots += num_pending
+        self.lengths = [self.num_slots] * self.num_rows
+
+    # End.
+
+    def _end(self):
+        is_returned = self.outputs.is_collecting or _is_users(self.cache)
+        if self.rollback.num_pending and is_returned:
+            self._replay()
+        self.rollback.end()
+        if self.noise is not None:
+            self.noise.rewind(max(group.num_new for group in self.groups))
+        if self.streamer is not None:
+            self.streamer.end()
+        sequences = self._sequences()
+        return self.outputs.result(sequences, self.cache) if self.outputs.is_collecting else sequences
+
+    def _sequences(self) -> torch.LongTensor:
+        """Rows of the batch in their order, padded right to the longest."""
+        if not self.is_ragged:
+            return self.groups[0].input_ids
+        width = max(group.input_ids.shape[1] for group in self.groups)
+        sequences = self.input_ids.new_full((self.num_rows, width), self.pad_token_id or 0)
+        for group in self.groups:
+            sequences[group.rows[0], : group.input_ids.shape[1]] = group.input_ids[0]
+        return sequences
+
+
+def _batch_size(input_ids, model_kwargs) -> int:
+    embeds = model_kwargs.get("inputs_embeds")
+    return input_ids.shape[0] if embeds is None else embeds.shape[0]
+
+
+def _is_users(cache) -> bool:
+    """Whether the caller made the cache, and may go on with it."""
+    return bool(getattr(cache, "_is_user_defined", False))

@@ -1,0 +1,95 @@
+"""Targets with recurrent layers cannot take a token back: states are restored, and accepted tokens fed again."""
+
+import pytest
+import torch
+
+from hf_drelay.modeling.cache_rollback import CacheRollback
+
+
+ALWAYS = float("-inf")
+BLOCK = 4  # drafts of a stage
+both = pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+
+
+def drafter_that_fails_at(toolbox, target, text, places):
+    """A drafter that is right everywhere but at the given places of the text."""
+    drafter = toolbox.scripted(target, text, spoiled=0.0, selector_scale=0.0, use_selector=False)
+    for place in places:
+        drafter.script.reference_ids[place] = (text[place] + 1) % toolbox.VOCAB_SIZE
+    return drafter
+
+
+@both
+@pytest.mark.parametrize("slot", range(BLOCK + 1))
+@pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "always"])
+def test_text_equals_plain_decoding_when_a_draft_is_rejected_at_any_slot(toolbox, record, name, slot, gate):
+    target, prompt = toolbox.hybrid(name), toolbox.prompt(9)
+    expected = toolbox.greedy(target, prompt, max_new_tokens=40)
+    text = expected[0].tolist()
+    # Rejected again and again at this slot of the round, until everything is wrong for a while.
+    wrong = list(range(10 + slot, len(text), slot + 1)) if slot < BLOCK else []
+    view = drafter_that_fails_at(toolbox, target, text, wrong).with_options(loop_gate=gate)
+    assert torch.equal(toolbox.greedy(target, prompt, view, max_new_tokens=40), expected)
+    rejected_at = {r.num_accepted for r in record.rounds if r.num_accepted < len(r.draft_ids)}
+    assert slot == BLOCK or slot in rejected_at
+
+
+@both
+@pytest.mark.parametrize("gate", [None, ALWAYS, "auto"], ids=["one_stage", "always", "auto"])
+def test_sampled_text_is_that_of_plain_sampling(toolbox, name, gate):
+    target, prompt = toolbox.hybrid(name), toolbox.prompt(9)
+    kwargs = {"do_sample": True, "max_new_tokens": 40, "attention_mask": torch.ones_like(prompt)}
+    torch.manual_seed(0)
+    expected = target.generate(prompt, **kwargs)
+    view = toolbox.scripted(target, expected[0].tolist()).with_options(loop_gate=gate, proposal="coupled")
+    torch.manual_seed(0)
+    assert torch.equal(target.generate(prompt, assistant_model=view, **kwargs), expected)
+
+
+@both
+def test_batch_equals_plain_decoding(toolbox, monkeypatch, name):
+    target = toolbox.hybrid(name)
+    ids = torch.cat([torch.zeros(1, 4, dtype=torch.long), toolbox.prompt(5)], dim=1)
+    ids = torch.cat([ids, toolbox.prompt(9, seed=1)])
+    mask = (ids != 0).long()
+    expected = toolbox.greedy(target, ids, attention_mask=mask)
+    texts = [expected[0, 4:].tolist(), expected[1].tolist()]
+    view = toolbox.scripted_batch(monkeypatch, target, texts).with_options(loop_gate=ALWAYS)
+    assert torch.equal(toolbox.greedy(target, ids, view, attention_mask=mask), expected)
+    assert view.statistics.acceptance_length > 1
+
+
+@both
+def test_second_turn_with_the_returned_cache_equals_a_fresh_run(toolbox, name):
+    target, prompt = toolbox.hybrid(name), toolbox.prompt(9)
+    first = toolbox.greedy(target, prompt, max_new_tokens=13)
+    whole = torch.cat([first, toolbox.prompt(4, seed=8)], dim=1)
+    expected = toolbox.greedy(target, whole, max_new_tokens=20)
+    view = toolbox.scripted(target, expected[0].tolist()).with_options(loop_gate=ALWAYS)
+    turn = toolbox.greedy(target, prompt, view, max_new_tokens=13, return_dict_in_generate=True)
+    assert turn.past_key_values.get_seq_length() == whole.shape[1] - 5
+    kwargs = {toolbox.cache_keyword(): turn.past_key_values, "max_new_tokens": 20}
+    assert torch.equal(toolbox.greedy(target, whole, view, **kwargs), expected)
+
+
+def test_tokens_that_wait_for_a_replay_are_fed_before_there_are_too_many(toolbox, monkeypatch):
+    target, prompt = toolbox.hybrid("qwen3_5"), toolbox.prompt(9)
+    expected = toolbox.greedy(target, prompt, max_new_tokens=60)
+    waiting = []
+    begin = CacheRollback.begin
+    monkeypatch.setattr(CacheRollback, "begin", lambda self: (waiting.append(self.num_pending), begin(self))[1])
+    view = toolbox.drafter(target).with_options()  # random weights: every draft is wrong
+    assert torch.equal(toolbox.greedy(target, prompt, view, max_new_tokens=60), expected)
+    assert 8 < max(waiting) <= 32
+
+
+def test_tree_is_refused_because_states_cannot_branch(toolbox):
+    target, prompt = toolbox.hybrid("qwen3_5"), toolbox.prompt(9)
+    with pytest.raises(ValueError, match=r"`tree_budget` 4 needs a target whose cache keeps one slot.*Leave"):
+        toolbox.greedy(target, prompt, toolbox.drafter(target).with_options(tree_budget=4))
+
+
+def test_host_refuses_the_target(toolbox):
+    target, prompt = toolbox.hybrid("qwen3_5"), toolbox.prompt(9)
+    with pytest.raises(ValueError, match="stateful"):
+        toolbox.greedy(target, prompt, toolbox.drafter(target).with_options(decoding_loop="host"))
