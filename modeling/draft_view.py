@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from .candidate_generator import DRelayCandidateGenerator
 from .compat import cache_argument, criteria_for_host, supports_static_cache
-from .configuration_drelay import check_draft_options
+from .configuration_drelay import check_confidence_threshold, check_draft_options
 from .draft_statistics import DraftStatistics
 
 
@@ -21,6 +21,8 @@ class DraftOptions:
             this (at most 0; `-inf` always loops). `None` drafts one stage.
         max_stages (`int`): Limit of stages in a round.
         use_selector (`bool`): Off drafts with the backbone alone.
+        confidence_threshold (`float`): With a confidence head (DSpark): end a stage before the first slot whose
+            confidence is below this; 0 is off.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
     """
 
@@ -29,10 +31,12 @@ class DraftOptions:
     loop_gate: float | None
     max_stages: int
     use_selector: bool
+    confidence_threshold: float = 0.0
     profile: bool = False
 
     def __post_init__(self):
         check_draft_options(self.proposal, self.num_draft_tokens, self.loop_gate, self.max_stages)
+        check_confidence_threshold(self.confidence_threshold)
 
 
 class DraftView:
@@ -57,6 +61,11 @@ class DraftView:
         self.options = DraftOptions(**(defaults | options))
         if options.get("use_selector") and model.selector is None:
             raise ValueError("`use_selector` is True, but this drafter has no selector; leave the option out.")
+        if options.get("confidence_threshold") and getattr(model.selector, "confidence_head", None) is None:
+            raise ValueError(
+                f"`confidence_threshold` is {options['confidence_threshold']}, but this drafter has no confidence "
+                "head; leave the option out."
+            )
         self.statistics = DraftStatistics()
 
     @property
@@ -100,6 +109,14 @@ class DraftView:
             raise ValueError(
                 "`cache_implementation='static'` cannot be rolled back by this version of transformers; "
                 "install transformers>=5.24 or use a dynamic cache."
+            )
+        text = target.config.get_text_config(decoder=True)
+        kinds = getattr(text, "layer_types", None) or []
+        recurrent = [kind for kind in kinds if "attention" not in kind or "linear" in kind]
+        if recurrent:
+            raise NotImplementedError(
+                f"`assistant_model` needs a cache that can be rolled back, but {type(target).__name__} has layers of "
+                f"type {recurrent[0]!r}, whose state cannot; call generate() without `assistant_model`."
             )
         self.model.adapter(target)
 

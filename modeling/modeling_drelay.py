@@ -8,9 +8,13 @@ from .draft_session import DraftSession
 from .draft_view import DraftView
 from .generate_hook import install
 from .modeling_base import DraftBlock, DRelayPreTrainedModel, Pool
+from .modeling_chain import ChainSession
 from .modeling_drafter import DRelayDrafterModel
+from .modeling_eagle3 import Eagle3Drafter
 from .modeling_heads import HeadInputs, IndependentHead, walk_fixed_point, walk_slots
+from .modeling_mtp import MtpDrafter, SharedCacheDrafter, SharedCacheSession, module_weights
 from .modeling_selector import DRelaySelectorModel
+from .modeling_token_heads import BilinearHead, MarkovHead, RecurrentHead
 from .target_adapter import HeadRows, TargetAdapter
 
 
@@ -31,10 +35,8 @@ class DRelayModel(DRelayPreTrainedModel):
 
     def __init__(self, config: DRelayConfig):
         super().__init__(config)
-        self.drafter = DRelayDrafterModel(_part_config(config, DRelayDrafterConfig))
-        self.selector = (
-            DRelaySelectorModel(_part_config(config, DRelaySelectorConfig)) if config.use_selector else None
-        )
+        self.drafter = _BACKBONES[config.backbone](_part_config(config, DRelayDrafterConfig))
+        self.selector = _build_head(config)
         self.head_rows = HeadRows()
         self.default_view = DraftView(self)
         self.post_init()
@@ -44,8 +46,9 @@ class DRelayModel(DRelayPreTrainedModel):
         A light view with its own drafting options and statistics; the weights are shared.
 
         Args:
-            options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `use_selector`, `profile`, see
-                [`DraftOptions`]. What is not given keeps the value of the configuration.
+            options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `use_selector`,
+                `confidence_threshold`, `profile`, see [`DraftOptions`]. What is not given keeps the value of the
+                configuration.
         """
         return DraftView(self, **options)
 
@@ -84,6 +87,55 @@ class DRelayModel(DRelayPreTrainedModel):
         if self.selector is not None:
             self.selector.set_shortlist(self.drafter.draft_token_ids)
 
+    @classmethod
+    def from_target(cls, target, assistant=None, **fields) -> "DRelayModel":
+        """
+        The drafter that was published with a target.
+
+        Args:
+            target (`PreTrainedModel`): A target whose weight files hold an MTP module (Qwen3.5).
+            assistant (`PreTrainedModel`, *optional*): Its assistant, for targets with a separate one (Gemma 4).
+            fields: Fields of the configuration, such as `block_size`, the length of a chain (default 3).
+
+        Raises:
+            ValueError: If the target has no such module.
+            NotImplementedError: If the module is of another family.
+        """
+        text = target.config.get_text_config(decoder=True)
+        if assistant is None and text.model_type != "qwen3_5_text":
+            raise NotImplementedError(
+                f"`target` {type(target).__name__} has model type {text.model_type!r}; modules are read from targets "
+                "of type 'qwen3_5_text'. Pass `assistant` for Gemma 4, or load a drafter with `from_pretrained`."
+            )
+        derived = {
+            "backbone": "mtp" if assistant is None else "shared_kv",
+            "layout": "shifted",
+            "block_size": 3,
+            "num_hidden_layers": 1,
+            "target_layer_ids": [text.num_hidden_layers - 1],
+            "use_mask_embedding": False,
+            "module_config": (text if assistant is None else assistant.config).to_dict(),
+        }
+        model = cls(DRelayConfig.for_target(target.config, **(derived | fields)))
+        if assistant is None:
+            weights = {f"drafter.{name}": tensor for name, tensor in module_weights(target).items()}
+        else:
+            weights = {f"drafter.assistant.{name}": tensor for name, tensor in assistant.state_dict().items()}
+        problems = model.load_state_dict(weights, strict=False)
+        wrong = sorted([*problems.missing_keys, *problems.unexpected_keys])
+        if wrong:
+            raise ValueError(
+                f"`target` {target.config._name_or_path!r}: the module's tensors do not fit, first `{wrong[0]}` "
+                f"({len(problems.missing_keys)} missing, {len(problems.unexpected_keys)} unknown). Its files and its "
+                "configuration belong to different models; load both from one place."
+            )
+        return model.to(target.device, target.dtype).eval()
+
+    def new_session(self, adapter: TargetAdapter, clock=None):
+        """State of one call, see [`DraftSession`] and [`ChainSession`]."""
+        sessions = {"parallel": DraftSession, "shared_kv": SharedCacheSession}
+        return sessions.get(self.config.backbone, ChainSession)(self.drafter, adapter, clock)
+
     def adapter(self, target) -> TargetAdapter:
         """View of `target` for one call; raises a `ValueError` when drafter and target do not fit."""
         adapter = TargetAdapter(target, self.head_rows)
@@ -91,16 +143,26 @@ class DRelayModel(DRelayPreTrainedModel):
         return adapter
 
     @torch.no_grad()
-    def draft(self, anchor_ids: torch.LongTensor, session: DraftSession, proposal, use_selector=True) -> DraftBlock:
+    def draft(
+        self,
+        anchor_ids: torch.LongTensor,
+        session: DraftSession,
+        proposal,
+        use_selector: bool = True,
+        confidence_threshold: float = 0.0,
+    ) -> DraftBlock:
         """
-        One stage: backbone forward, pool, selector, walk.
+        One stage: backbone forward, pool, head, walk.
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `(B,)`): Token at `session.anchor_position`.
             session (`DraftSession`): State of the call.
             proposal (`Proposal`): Draws the tokens; `proposal.start_stage(pool)` makes this stage's chooser.
             use_selector (`bool`): Off walks the independent head.
+            confidence_threshold (`float`): End the block before the first slot whose confidence is below this.
         """
+        if self.config.backbone != "parallel":
+            return self.drafter.draft(anchor_ids, session, proposal)
         embeds = self.drafter.block_embeds(anchor_ids, session.adapter.embed)
         positions = session.positions(session.anchor_position, self.config.block_size)
         rows = self.drafter(embeds, positions, session.cache).last_hidden_state
@@ -114,12 +176,19 @@ class DRelayModel(DRelayPreTrainedModel):
         choices, logits = walk(head, state, pool, anchor_ids, choose)
         block = self._draft_block(rows, anchor_ids, head, state, pool, choices, logits)
         block.pool_logits = choose.proposal_logits(block.num_tokens)
+        if confidence_threshold and block.num_tokens and getattr(head, "confidence_head", None) is not None:
+            # Each confidence was known before the token of its slot was drawn, so this cut leaves q exact.
+            path = torch.cat([anchor_ids[:, None], block.draft_ids[:, :-1]], dim=1)
+            survives = head.confidence(state, path).sigmoid() >= confidence_threshold
+            block = block.first(int(survives.long().cumprod(dim=1).sum(dim=1).min()))
         session.clock.lap("select")
         return block
 
     @torch.no_grad()
     def continue_after(self, block: DraftBlock, session: DraftSession, use_selector=True) -> None:
         """Prepare another stage after the (cut) `block`: provisional features and the head's memory."""
+        if self.config.backbone != "parallel":
+            return self.drafter.continue_after(block, session)
         features = block.context_features
         if use_selector and self.selector is not None:
             known = torch.cat([session.anchor_ids[:, None], block.draft_ids[:, :-1]], dim=1)
@@ -131,7 +200,7 @@ class DRelayModel(DRelayPreTrainedModel):
         """Sort backbone `rows` `(B, S, H)` into the first `session.num_slots` slots and look up their pools."""
         fill_in = self.config.layout == "fill_in"
         hidden = (rows[:, 1:] if fill_in else rows)[:, : session.num_slots]
-        logits = session.adapter.logits(hidden, self.drafter.draft_token_ids)
+        logits = self.drafter.logits(hidden, session.adapter)
         return HeadInputs(
             hidden_states=hidden,
             anchor_hidden=rows[:, 0] if fill_in else None,
@@ -159,6 +228,22 @@ class DRelayModel(DRelayPreTrainedModel):
             slot_log_confidence=logits.log_softmax(dim=-1).gather(2, picked)[..., 0] + pool_mass,
             remember=lambda n: head.remember(state, path[:, :n]),
         )
+
+
+_BACKBONES = {
+    "parallel": DRelayDrafterModel,
+    "eagle3": Eagle3Drafter,
+    "mtp": MtpDrafter,
+    "shared_kv": SharedCacheDrafter,
+}
+
+
+def _build_head(config: DRelayConfig):
+    """The head that `config.head` names; `None` for the independent one, which has no weights."""
+    heads = {"bilinear": BilinearHead, "recurrent": RecurrentHead, "markov": MarkovHead}
+    if config.head in heads:
+        return heads[config.head](config)
+    return DRelaySelectorModel(_part_config(config, DRelaySelectorConfig)) if config.head == "relay" else None
 
 
 def _part_config(config: DRelayConfig, part: type[DRelayConfig]) -> DRelayConfig:
