@@ -27,7 +27,9 @@ class TokenRows:
     def init_token_rows(self, config: DRelayConfig) -> None:
         """Register the row of every token; like the drafter's list, it starts with the first tokens."""
         self.num_successors = config.output_vocab_size
-        self.num_predecessors = self.num_successors + (config.draft_vocab_size is not None)
+        # Public files with a reduced head of their own know every token as a predecessor.
+        self.knows_all_predecessors = config.use_own_head or config.draft_vocab_size is None
+        self.num_predecessors = config.vocab_size if self.knows_all_predecessors else self.num_successors + 1
         if config.draft_vocab_size is None:
             self.shortlist_rows = None
             return
@@ -43,7 +45,12 @@ class TokenRows:
             self.shortlist_rows[draft_token_ids] = places
 
     def table_rows(self, token_ids: torch.LongTensor) -> torch.LongTensor:
+        """Successor rows of `token_ids`."""
         return token_ids if self.shortlist_rows is None else self.shortlist_rows[token_ids].long()
+
+    def previous_rows(self, token_ids: torch.LongTensor) -> torch.LongTensor:
+        """Predecessor rows of `token_ids`."""
+        return token_ids if self.knows_all_predecessors else self.table_rows(token_ids)
 
 
 class DRelayPreTrainedModel(PreTrainedModel):

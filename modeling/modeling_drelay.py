@@ -1,8 +1,14 @@
 """DRelay: the parallel drafter and the selector together, and what `generate(assistant_model=...)` needs of them."""
 
-import torch
-from transformers import AutoConfig, AutoModel
+import json
+from pathlib import Path
 
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
+
+from .checkpoint_formats import Imported, import_checkpoint, is_public_format
 from .configuration_drelay import DRelayConfig, DRelayDrafterConfig, DRelaySelectorConfig
 from .draft_session import DraftSession
 from .draft_view import DraftView
@@ -39,6 +45,7 @@ class DRelayModel(DRelayPreTrainedModel):
         self.selector = _build_head(config)
         self.head_rows = HeadRows()
         self.default_view = DraftView(self)
+        self.frozen_copies: dict[str, tuple] = {}  # sample of target tables that a public file stored
         self.post_init()
 
     def with_options(self, **options) -> DraftView:
@@ -140,7 +147,87 @@ class DRelayModel(DRelayPreTrainedModel):
         """View of `target` for one call; raises a `ValueError` when drafter and target do not fit."""
         adapter = TargetAdapter(target, self.head_rows)
         adapter.check(self.config)
+        self._check_frozen_copies(target)
         return adapter
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """
+        As in transformers; checkpoints of the public formats load too (see `checkpoint_formats.py`).
+
+        For these, `kwargs` may hold `dtype`, the Hub's `revision`, `subfolder`, `token`, `cache_dir`,
+        `local_files_only`, `force_download`, and any field of [`DRelayConfig`] that the file does not tell, such as
+        `layout`.
+        """
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        if args or "config" in kwargs:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            config, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **hub)
+        except OSError:  # the host's own message names the missing file
+            config = {}
+        if not is_public_format(config):
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        fields = {name: kwargs[name] for name in kwargs if name not in hub and name != "dtype"}
+        unknown = set(fields) - set(DRelayConfig.own_fields())
+        if unknown:
+            raise ValueError(
+                f"`{sorted(unknown)[0]}` is no field of a drafter and is not supported for a checkpoint of a public "
+                "format; convert the checkpoint first (`hf-drelay convert SRC DST`), or leave the argument out."
+            )
+        tensors = read_tensors(pretrained_model_name_or_path, **hub)
+        return cls.from_imported(import_checkpoint(config, tensors, **fields), dtype=kwargs.get("dtype"))
+
+    @classmethod
+    def from_imported(cls, imported: Imported, dtype=None) -> "DRelayModel":
+        """
+        A drafter from a public checkpoint that was read by `import_checkpoint`.
+
+        Raises:
+            ValueError: For unknown or missing tensors, or ones of another shape.
+        """
+        model = cls(DRelayConfig(**imported.fields))
+        states = model.state_dict()
+        unknown = sorted(set(imported.tensors) - set(states))
+        missing = sorted(set(states) - set(imported.tensors))
+        if unknown or missing:
+            raise ValueError(
+                f"This {imported.kind} checkpoint has unknown tensors {_listed(unknown)} and lacks "
+                f"{_listed(missing)} (our names). Its configuration and weights belong to different models, or it is "
+                "a variant that is not supported."
+            )
+        for name, tensor in imported.tensors.items():
+            if tensor.shape != states[name].shape:
+                raise ValueError(
+                    f"`{name}` of this {imported.kind} checkpoint has shape {tuple(tensor.shape)}, but its "
+                    f"configuration asks for {tuple(states[name].shape)}; take both from one place."
+                )
+        if dtype in (None, "auto"):
+            dtype = imported.tensors["drafter.fc.weight"].dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        model = model.to(dtype)
+        model.load_state_dict(imported.tensors)
+        model.config.dtype = dtype
+        for name, table in imported.frozen.items():
+            rows = torch.linspace(0, len(table) - 1, min(len(table), 64)).long()
+            model.frozen_copies[name] = (len(table), rows, table[rows].float())
+        return model.eval()
+
+    def _check_frozen_copies(self, target) -> None:
+        """Compare a sample of the target tables that a public file stored with the target, at the first use."""
+        modules = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+        for name, (size, rows, copy) in self.frozen_copies.items():
+            weight = getattr(modules[name], "weight", None)
+            if weight is None or weight.device.type == "meta" or not weight.dtype.is_floating_point:
+                continue  # quantised or offloaded: nothing to compare with
+            own = weight[rows.to(weight.device)].float().cpu() if len(weight) == size else None
+            if own is None or not torch.allclose(own, copy, rtol=2e-2, atol=1e-2 * copy.abs().max()):
+                raise ValueError(
+                    f"`assistant_model` was published with a copy of its target's `{name}` that differs from the one "
+                    f"of {type(target).__name__} {target.config._name_or_path!r}; load the target "
+                    f"{self.config.target_name_or_path or 'that it was trained for'}."
+                )
+        self.frozen_copies = {}
 
     @torch.no_grad()
     def draft(
@@ -228,6 +315,31 @@ class DRelayModel(DRelayPreTrainedModel):
             slot_log_confidence=logits.log_softmax(dim=-1).gather(2, picked)[..., 0] + pool_mass,
             remember=lambda n: head.remember(state, path[:, :n]),
         )
+
+
+_HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download")
+
+
+def read_tensors(name_or_path, **hub) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's weight files, on the CPU."""
+    hub["_raise_exceptions_for_missing_entries"] = False
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = cached_file(name_or_path, single + ".index.json", **hub)
+        files = [single]
+        if index is not None:
+            files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [cached_file(name_or_path, file, **hub) for file in files]
+        if all(path is not None for path in paths):
+            return {name: tensor for path in paths for name, tensor in load_state_dict(path).items()}
+    raise ValueError(
+        f"`pretrained_model_name_or_path` {str(name_or_path)!r} has no complete weight file (model.safetensors or "
+        "pytorch_model.bin); download the checkpoint again."
+    )
+
+
+def _listed(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{names[:limit]}{more}"
 
 
 _BACKBONES = {

@@ -180,13 +180,9 @@ class PairPath(nn.Module):
     contains the bilinear selector of DFlash 2 and the Markov head of DSpark (arXiv 2607.05147).
     """
 
-    def __init__(self, config: DRelayConfig):
+    def __init__(self, config: DRelayConfig, num_predecessors: int, num_successors: int):
         super().__init__()
         rank = config.pair_rank
-        # With a shortlist the tables hold its tokens only; one more predecessor row stands for all other tokens, which
-        # only the target can have put there.
-        num_successors = config.output_vocab_size
-        num_predecessors = num_successors + (config.draft_vocab_size is not None)
         self.predecessor_table = nn.Embedding(num_predecessors, rank)
         self.successor_table = nn.Parameter(torch.zeros(num_successors, rank))
         self.hidden_proj = nn.Linear(config.hidden_size, rank)
@@ -220,6 +216,7 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
 
     def __init__(self, config: DRelayConfig):
         super().__init__(config)
+        self.init_token_rows(config)
         width, eps = config.selector_hidden_size, config.rms_norm_eps
         self.embed_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.embed_norm = Qwen3RMSNorm(width, eps=eps)
@@ -237,7 +234,7 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
         self.prefix_read = PrefixRead(config) if config.use_prefix_read else None
         self.trunk_proj = nn.Linear(2 * width + 3, width)
         self.trunk_norm = Qwen3RMSNorm(width, eps=eps)
-        self.pair_path = PairPath(config) if config.pair_rank else None
+        self.pair_path = PairPath(config, self.num_predecessors, self.num_successors) if config.pair_rank else None
         if config.use_rank_head:
             self.rank_up = nn.Linear(width, width)
             self.rank_down = ZeroLinear(width, 1, bias=False)
@@ -246,7 +243,6 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
             self.gate_down = ZeroLinear(width, 1)
         if config.use_repaired_feature:
             self.repaired_proj = ZeroLinear(config.hidden_size, config.hidden_size, bias=False)
-        self.init_token_rows(config)
         self.post_init()
 
     def read(self, inputs: HeadInputs) -> SelectorState:
@@ -280,7 +276,7 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
         scores = pool.log_probs[:, first:last]
         if self.pair_path is not None:
             hidden = state.inputs.hidden_states[:, first:last].to(self.dtype)
-            previous = self.table_rows(path_ids[:, first:last])
+            previous = self.previous_rows(path_ids[:, first:last])
             scores = scores + self.pair_path(hidden, state.candidate_rows[:, first:last], previous).float()
         trunk = state.trunk[:, first:last]
         if self.prefix_read is not None:

@@ -90,7 +90,7 @@ class BilinearHead(TokenHead):
 
     def correction(self, state: TokenHeadState, path_ids: torch.LongTensor, first: int) -> torch.Tensor:
         last = path_ids.shape[1]
-        previous = F.embedding(self.table_rows(path_ids[:, first:last]), self.predecessor_codebook)
+        previous = F.embedding(self.previous_rows(path_ids[:, first:last]), self.predecessor_codebook)
         successors = F.embedding(state.candidate_rows[:, first:last], self.successor_codebook)
         return torch.einsum("bkr,bkcr->bkc", previous * state.projected[:, first:last], successors)
 
@@ -155,7 +155,7 @@ class MarkovHead(TokenHead):
 
     def factor(self, hidden_states: torch.Tensor, path_ids: torch.LongTensor) -> torch.Tensor:
         """What `W2` is multiplied with in the slots `0 .. n - 1`, `(B, n, r)`, given `path_ids` `(B, n)`."""
-        previous = self.markov_w1(self.table_rows(path_ids))
+        previous = self.markov_w1(self.previous_rows(path_ids))
         hidden = hidden_states[:, : path_ids.shape[1]]
         if self.config.markov_head_type == "gated":
             return torch.sigmoid(self.gate_proj(torch.cat([hidden, previous], dim=-1))) * previous
@@ -167,7 +167,7 @@ class MarkovHead(TokenHead):
         """Logits `(B, n)` of the acceptance of the first slots, given the tokens `path_ids` `(B, n)` before each."""
         features = state.hidden_states[:, : path_ids.shape[1]]
         if self.config.confidence_head_with_markov:
-            features = torch.cat([features, self.markov_w1(self.table_rows(path_ids))], dim=-1)
+            features = torch.cat([features, self.markov_w1(self.previous_rows(path_ids))], dim=-1)
         proj = self.confidence_head["proj"]
         return F.linear(features.float(), proj.weight.float(), proj.bias.float()).squeeze(-1)
 

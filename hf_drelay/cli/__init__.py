@@ -5,6 +5,7 @@ Bad input ends in one sentence and exit code 2. Heavy imports happen inside the 
 
 import typer
 
+from .convert import convert
 from .environment import env
 from .generate import generate
 
@@ -15,5 +16,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, env):
+for command in (generate, convert, env):
     app.command()(command)
