@@ -12,7 +12,6 @@ from transformers.generation import stopping_criteria as host_criteria
 from transformers.utils import logging
 
 from .compat import hidden_states_request
-from .draft_session import DraftSession
 from .draft_statistics import DraftStatistics, PhaseClock
 from .draft_tree import DraftTree
 from .modeling_base import DraftBlock
@@ -72,7 +71,7 @@ class DRelayCandidateGenerator:
         self.clock = clock or PhaseClock(enabled=options.profile)
         self.statistics = statistics or DraftStatistics(phase_ms=self.clock.phase_ms)
         self.cost_model = cost_model
-        self.session = DraftSession(model.drafter, adapter, self.clock)
+        self.session = model.new_session(adapter, self.clock)
         # A stop string cuts drafts by their content. With q handed over that would bias the output, so those calls
         # propose greedily: the target then samples at every position and a draft counts while it is equal.
         # The tokens of a tree are not drawn, so it needs a target that samples too.
@@ -83,6 +82,8 @@ class DRelayCandidateGenerator:
         forward = adapter.target.get_decoder().forward
         taps = model.config.target_layer_ids
         self._request = {"output_hidden_states": True if every_state else hidden_states_request(taps, forward)}
+        if getattr(model.drafter, "needs_shared_cache", False):
+            self._request["return_shared_kv_states"] = True
         self.model_kwargs_overrides = self._request  # the host reads this anew in every round
         self._is_prompt_fed = False
         self._unread: list[torch.Tensor] = []  # verified states that no draft needed yet
@@ -187,6 +188,7 @@ class DRelayCandidateGenerator:
             if mask is not None and mask.dim() == 2:  # left padding is no context
                 states = states[:, mask[0, : states.shape[1]].to(states.device).bool()]
             self._is_prompt_fed = True
+        self.session.observe(model_outputs)
         self.feed(states)
 
     def feed(self, states: torch.Tensor) -> None:
@@ -242,7 +244,10 @@ class DRelayCandidateGenerator:
         self.session.plan = self._plan if self.cost_model is not None else None
         self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
         self.proposal.input_ids = input_ids
-        block = self.model.draft(self.session.anchor_ids, self.session, self.proposal, self.options.use_selector)
+        options = self.options
+        block = self.model.draft(
+            self.session.anchor_ids, self.session, self.proposal, options.use_selector, options.confidence_threshold
+        )
         is_short = block.num_tokens < num_slots  # a slot had nothing left to draw, or was not worth it
         ids = block.draft_ids[0].tolist()
         if self.cost_model is not None:

@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig
 
 LAYOUTS = ("fill_in", "shifted")
 PROPOSALS = ("sample", "greedy", "coupled")
+HEADS = ("relay", "independent", "bilinear", "recurrent", "markov")
+BACKBONES = ("parallel", "eagle3", "mtp", "shared_kv")
 DECODING_LOOPS = ("own", "host")
 AUTO = "auto"
 
@@ -31,6 +33,8 @@ _COUNTS = (
     "block_size",
     "pool_size",
     "history_window",
+    "head_rank",
+    "gru_hidden_dim",
 )
 
 # Keys that transformers itself puts into a configuration; every other unknown key is a mistake of the caller.
@@ -138,8 +142,25 @@ class DRelayConfig(PreTrainedConfig):
         block_causal (`list[bool]`, *optional*): Per layer, whether a row sees only earlier rows of its block. Default:
             sliding layers do, full layers do not (the convention of published files).
         use_qk_norm (`bool`): RMSNorm on the query and key of each head (Qwen3 style).
+        backbone (`str`): `"parallel"` (DFlash), or one of the autoregressive ones: `"eagle3"`, `"mtp"` (a module in
+            the target's own weights), `"shared_kv"` (Gemma-4 assistant). `block_size` is then the length of a chain.
+        conv_kernel_size, conv_group_size (`int`): Taps and channels per group of the dynamic convolutions of DFlash 2
+            around attention and feed-forward; a size of 0 leaves them out.
+        use_own_head (`bool`): The drafter has a vocabulary head of its own instead of the target's.
+        norm_before_residual (`bool`): EAGLE-3: whether the residual stream starts from the normed feature.
+        module_config (`dict`, *optional*): Configuration of the module of another model family that an MTP or
+            shared-cache drafter runs.
         pool_size (`int`): Candidates `C` of a slot.
-        use_selector (`bool`): Draft through the selector; off is the independent head.
+        head (`str`, *optional*): How the tokens of a block are chosen: `"relay"` (DRelay's selector), `"independent"`
+            (DFlash), `"bilinear"` (DFlash 2), `"recurrent"` (Domino) or `"markov"` (DSpark). Every head corrects the
+            pool of a slot, so that its q is the corrected distribution over `pool_size` tokens.
+        use_selector (`bool`, *optional*): Draft through the head; off is the independent one. Follows from `head`.
+        head_rank (`int`): Rank of the token-pair correction of the bilinear, recurrent and markov heads.
+        gru_hidden_dim (`int`): Width of the state of the recurrent head.
+        pure_draft_prefix_len (`int`): Leading slots that the recurrent head leaves alone.
+        markov_head_type (`str`): `"vanilla"`, `"gated"` or `"rnn"`.
+        use_confidence_head, confidence_head_with_markov (`bool`): Give the markov head an estimate of each slot's
+            acceptance, and let it see the token before the slot.
         selector_hidden_size, selector_num_heads, selector_num_layers (`int`): Size of the selector.
         use_global_read, use_history_read, use_prefix_read, use_rank_head, use_repair_gate (`bool`): Parts of the
             selector.
@@ -153,6 +174,8 @@ class DRelayConfig(PreTrainedConfig):
         loop_gate (`float` or `"auto"`, *optional*): Default DLoop threshold on the log-confidence of a stage; `None`
             is off, `"auto"` weighs gains against measured costs.
         max_stages (`int`): Default limit of stages in a round.
+        confidence_threshold (`float`): Default of the confidence (0 to 1) below which the confidence head ends a
+            stage; 0 drafts the whole block.
 
     Raises:
         ValueError: For an unknown field, or fields that contradict each other.
@@ -196,9 +219,24 @@ class DRelayConfig(PreTrainedConfig):
     sliding_window: int | None = None
     block_causal: list[bool] | None = None
     initializer_range: float = 0.02
+    backbone: str = "parallel"
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    use_own_head: bool = False
+    norm_before_residual: bool = False
+    module_config: dict | None = None
 
-    # The selector.
-    use_selector: bool = True
+    # The head: which one, and the sizes of all but the relay head.
+    head: str | None = None
+    use_selector: bool | None = None
+    head_rank: int = 256
+    gru_hidden_dim: int = 1024
+    pure_draft_prefix_len: int = 1
+    markov_head_type: str = "vanilla"
+    use_confidence_head: bool = False
+    confidence_head_with_markov: bool = True
+
+    # The selector of the relay head.
     pool_size: int = 16
     selector_hidden_size: int = 256
     selector_num_heads: int = 4
@@ -218,6 +256,7 @@ class DRelayConfig(PreTrainedConfig):
     num_draft_tokens: int | None = None
     loop_gate: float | str | None = None
     max_stages: int = 3
+    confidence_threshold: float = 0.0
 
     def __post_init__(self, **kwargs):
         self._refuse_unknown(kwargs)
@@ -230,11 +269,19 @@ class DRelayConfig(PreTrainedConfig):
             self.layer_types = ["full_attention"] * self.num_hidden_layers
         if self.block_causal is None:
             self.block_causal = [kind == "sliding_attention" for kind in self.layer_types]
+        if self.head is None:  # files older than the other heads know the switch only
+            self.head = "independent" if self.use_selector is False or self.backbone != "parallel" else "relay"
+        if self.use_selector is None:
+            self.use_selector = self.head != "independent"
         self._check_fields()
         super().__post_init__(**kwargs)
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
+        if "head" in kwargs:
+            kwargs.setdefault("use_selector", kwargs["head"] != "independent")
+        elif kwargs.get("use_selector") is False:
+            kwargs["head"] = "independent"
         wants_unused = kwargs.pop("return_unused_kwargs", False)
         config, unused = super().from_dict(config_dict, return_unused_kwargs=True, **kwargs)
         # Overrides are set on the finished configuration and could contradict it.
@@ -330,6 +377,36 @@ class DRelayConfig(PreTrainedConfig):
         for name in _COUNTS:
             value = getattr(self, name)
             require(_is_count(value), f"`{name}` is {value!r}; expected a whole number of at least 1.")
+        choices = (("head", HEADS), ("backbone", BACKBONES), ("markov_head_type", ("vanilla", "gated", "rnn")))
+        for name, allowed in choices:
+            require(getattr(self, name) in allowed, f"`{name}` is {getattr(self, name)!r}; expected one of {allowed}.")
+        require(
+            self.use_selector == (self.head != "independent"),
+            f"`use_selector` {self.use_selector} contradicts `head` {self.head!r}; leave `use_selector` out.",
+        )
+        require(
+            self.backbone == "parallel" or self.head == "independent",
+            f"`head` {self.head!r} corrects the slots of a block, but the `backbone` {self.backbone!r} drafts token "
+            "by token; use `head='independent'`.",
+        )
+        require(
+            self.backbone == "parallel" or self.layout == "shifted",
+            f"`layout` {self.layout!r} does not fit the `backbone` {self.backbone!r}, which drafts `block_size` "
+            "tokens; use `layout='shifted'`.",
+        )
+        require(
+            self.conv_kernel_size == 0 or self.hidden_size % self.conv_group_size == 0,
+            f"`conv_group_size` {self.conv_group_size} must divide `hidden_size` {self.hidden_size}.",
+        )
+        require(
+            self.pure_draft_prefix_len >= 0,
+            f"`pure_draft_prefix_len` is {self.pure_draft_prefix_len}; it must be at least 0.",
+        )
+        require(
+            not self.use_confidence_head or self.head == "markov",
+            f"`use_confidence_head` needs `head='markov'`; got {self.head!r}.",
+        )
+        check_confidence_threshold(self.confidence_threshold)
         require(self.layout in LAYOUTS, f"`layout` is {self.layout!r}; expected one of {LAYOUTS}.")
         require(
             K >= 1 and self.block_size >= 2,
@@ -427,6 +504,15 @@ def check_loop_options(decoding_loop: str, tree_budget: int | None, proposal: st
         raise ValueError(f"`tree_budget` {tree_budget} needs `decoding_loop='own'`: the host verifies chains only.")
     if decoding_loop == "host" and proposal == "coupled":
         raise ValueError("`proposal='coupled'` needs `decoding_loop='own'`: the host draws its own random numbers.")
+
+
+def check_confidence_threshold(value: float) -> None:
+    """Raise a `ValueError` unless `value` is a probability below 1."""
+    if isinstance(value, (bool, str)) or not 0 <= value < 1:
+        raise ValueError(
+            f"`confidence_threshold` is {value!r}; it is compared with a probability, so use a number from 0 (off) to "
+            "below 1."
+        )
 
 
 def _is_count(value) -> bool:

@@ -45,6 +45,9 @@ class DraftSession:
         """Position ids `(1, length)` from `start` on."""
         return torch.arange(start, start + length, device=self.drafter.device)[None]
 
+    def observe(self, outputs) -> None:
+        """Look at the outputs of the target's forward whose states `extend` will take. Nothing else is needed here."""
+
     def extend(self, context_hidden_states: torch.Tensor) -> None:
         """Append newly verified positions from the target's tapped hidden states `(1, n, L*H)`."""
         features = self.drafter.fuse(context_hidden_states.to(self.drafter.device, self.drafter.dtype))

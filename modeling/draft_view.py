@@ -4,7 +4,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from .candidate_generator import DRelayCandidateGenerator
 from .compat import cache_argument, criteria_for_host, is_quantized, supports_static_cache
-from .configuration_drelay import AUTO, check_draft_options, check_loop_options
+from .configuration_drelay import AUTO, check_confidence_threshold, check_draft_options, check_loop_options
 from .cost_model import CostModel
 from .draft_statistics import DraftStatistics
 from .speculative_loop import SpeculativeLoop
@@ -29,6 +29,8 @@ class DraftOptions:
         tree_budget (`int`, *optional*): Verify a tree of that many nodes for each stage; `None` verifies a chain.
         decoding_loop (`str`): `"own"` takes batches, trees, filled caches and every stopping criterion; `"host"` is
             the assisted loop of transformers.
+        confidence_threshold (`float`): With a confidence head (DSpark): end a stage before the first slot whose
+            confidence is below this; 0 is off.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
     """
 
@@ -37,6 +39,7 @@ class DraftOptions:
     loop_gate: float | str | None
     max_stages: int
     use_selector: bool
+    confidence_threshold: float
     tree_budget: int | None = None
     decoding_loop: str = "own"
     profile: bool = False
@@ -44,6 +47,7 @@ class DraftOptions:
     def __post_init__(self):
         check_draft_options(self.proposal, self.num_draft_tokens, self.loop_gate, self.max_stages)
         check_loop_options(self.decoding_loop, self.tree_budget, self.proposal)
+        check_confidence_threshold(self.confidence_threshold)
 
 
 class DraftView:
@@ -69,6 +73,23 @@ class DraftView:
         self.options = DraftOptions(**(defaults | options))
         if options.get("use_selector") and model.selector is None:
             raise ValueError("`use_selector` is True, but this drafter has no selector; leave the option out.")
+        if options.get("confidence_threshold") and getattr(model.selector, "confidence_head", None) is None:
+            raise ValueError(
+                f"`confidence_threshold` is {options['confidence_threshold']}, but this drafter has no confidence "
+                "head; leave the option out."
+            )
+        if model.config.backbone != "parallel":
+            own = self.options
+            asked = {
+                "tree_budget": own.tree_budget is not None,
+                "loop_gate": own.loop_gate == AUTO,
+                "proposal": own.proposal == "coupled",
+            }
+            for name in (name for name, is_asked in asked.items() if is_asked):
+                raise ValueError(
+                    f"`{name}` {getattr(own, name)!r} needs a drafter with a parallel backbone; this one "
+                    f"({model.config.backbone}) drafts token by token."
+                )
         self.statistics = DraftStatistics()
         self._cost_models: dict[int, CostModel] = {}  # by batch size: costs outlive a call
 
@@ -126,6 +147,8 @@ class DraftView:
                 f"`tree_budget` {self.options.tree_budget} needs an attention that takes any mask, but the target "
                 f"uses {implementation!r}; load it with `attn_implementation='sdpa'`, or leave `tree_budget` out."
             )
+        if not is_own:
+            _check_layers(target)
         return is_own
 
     def speculative_decode(self, target, input_ids, call):
@@ -151,8 +174,12 @@ class DraftView:
         return self._cost_models.setdefault(batch_size, CostModel())
 
     def _takes(self, call: dict) -> bool:
-        """Whether our own loop serves a call. Processes that must keep step do so in the host's loop."""
-        return self.options.decoding_loop == "own" and not call.get("synced_gpus")
+        """
+        Whether our own loop serves a call. Processes that must keep step do so in the host's loop, and drafters that
+        draft token by token are served by it.
+        """
+        is_parallel = self.config.backbone == "parallel"
+        return self.options.decoding_loop == "own" and is_parallel and not call.get("synced_gpus")
 
     def for_call(self, target, input_ids, call) -> dict:
         """
@@ -199,6 +226,17 @@ class DraftView:
             generator.cost_model.begin_call()
         self.statistics = generator.statistics
         return generator
+
+
+def _check_layers(target) -> None:
+    text = target.config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or []
+    recurrent = [kind for kind in kinds if "attention" not in kind or "linear" in kind]
+    if recurrent:
+        raise NotImplementedError(
+            f"`assistant_model` needs a cache that the host's loop can roll back, but {type(target).__name__} has "
+            f"layers of type {recurrent[0]!r}, whose state it cannot; call generate() without `assistant_model`."
+        )
 
 
 def _check_cache(cache) -> None:

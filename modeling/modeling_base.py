@@ -16,6 +16,43 @@ class ZeroLinear(nn.Linear):
     """Linear layer that starts at zero, so that a new path changes nothing until it is trained."""
 
 
+class TokenRows:
+    """
+    Part of a head whose tables have one row for each token that can be drafted.
+
+    With a shortlist the tables hold its tokens only; the last row of a predecessor table stands for all other tokens,
+    which only the target can have put there.
+    """
+
+    def init_token_rows(self, config: DRelayConfig) -> None:
+        """Register the row of every token; like the drafter's list, it starts with the first tokens."""
+        self.num_successors = config.output_vocab_size
+        # Public files with a reduced head of their own know every token as a predecessor.
+        self.knows_all_predecessors = config.use_own_head or config.draft_vocab_size is None
+        self.num_predecessors = config.vocab_size if self.knows_all_predecessors else self.num_successors + 1
+        if config.draft_vocab_size is None:
+            self.shortlist_rows = None
+            return
+        rows = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
+        rows[: config.draft_vocab_size] = torch.arange(config.draft_vocab_size, dtype=torch.int32)
+        self.register_buffer("shortlist_rows", rows)
+
+    def set_shortlist(self, draft_token_ids: torch.LongTensor) -> None:
+        """Tell the head which tokens its table rows stand for, `(Vd,)`."""
+        if self.shortlist_rows is not None:
+            self.shortlist_rows.fill_(self.num_successors)
+            places = torch.arange(len(draft_token_ids), dtype=torch.int32, device=self.shortlist_rows.device)
+            self.shortlist_rows[draft_token_ids] = places
+
+    def table_rows(self, token_ids: torch.LongTensor) -> torch.LongTensor:
+        """Successor rows of `token_ids`."""
+        return token_ids if self.shortlist_rows is None else self.shortlist_rows[token_ids].long()
+
+    def previous_rows(self, token_ids: torch.LongTensor) -> torch.LongTensor:
+        """Predecessor rows of `token_ids`."""
+        return token_ids if self.knows_all_predecessors else self.table_rows(token_ids)
+
+
 class DRelayPreTrainedModel(PreTrainedModel):
     """Base class of the drafter, the selector and their composition."""
 

@@ -6,7 +6,9 @@ a forward leaves no trace and only `extend` and a crop change the cache.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 from transformers.cache_utils import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
@@ -20,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from .configuration_drelay import DRelayConfig, DRelayDrafterConfig
-from .modeling_base import DRelayPreTrainedModel
+from .modeling_base import DRelayPreTrainedModel, ZeroLinear
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -67,12 +69,16 @@ class DRelayAttention(nn.Module):
         return _rotate(keys, *position_embeddings), values
 
     def forward(self, hidden_states, context_keys, context_values, position_embeddings, attention_mask=None):
-        queries = self.q_norm(self._split_heads(self.q_proj(hidden_states))).transpose(1, 2)
-        queries = _rotate(queries, *position_embeddings)
         keys, values = self.keys_and_values(hidden_states, position_embeddings)
         if context_keys is not None:
             keys = torch.cat([context_keys, keys], dim=2)
             values = torch.cat([context_values, values], dim=2)
+        return self.attend(hidden_states, keys, values, position_embeddings, attention_mask)
+
+    def attend(self, hidden_states, keys, values, position_embeddings, attention_mask=None) -> torch.Tensor:
+        """Output `(B, T, H)` of the rows `hidden_states` over all `keys` and `values`, their own ones last."""
+        queries = self.q_norm(self._split_heads(self.q_proj(hidden_states))).transpose(1, 2)
+        queries = _rotate(queries, *position_embeddings)
         implementation = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, _ = attend(
@@ -86,9 +92,46 @@ class DRelayAttention(nn.Module):
             sliding_window=self.sliding_window,
             # Flash kernels express causality themselves; the others get it in the mask, because the causal flag of
             # SDPA aligns queries with the *first* keys, not with the last ones.
-            is_causal=self.is_causal and _is_flash(implementation),
+            is_causal=self.is_causal and is_flash(implementation),
         )
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+
+class BlockConvolution(nn.Module):
+    """
+    Grouped dynamic convolutions of DFlash 2 on the input and on the output of a sublayer, inside a block: tap `o` of a
+    row is a learned kernel plus a term that the row's sublayer input computes for each group of channels. The first
+    row of a block has no predecessor.
+    """
+
+    def __init__(self, config: DRelayConfig):
+        super().__init__()
+        self.block_size = config.block_size
+        self.kernel_size = config.conv_kernel_size
+        self.group_size = config.conv_group_size
+        num_groups = config.hidden_size // config.conv_group_size
+        self.base_kernel = nn.Parameter(torch.zeros(2, config.conv_kernel_size, config.hidden_size))
+        self.kernel_projection = ZeroLinear(config.hidden_size, 2 * config.conv_kernel_size * num_groups, bias=False)
+
+    def init_own_parameters(self, std: float) -> None:
+        init.zeros_(self.base_kernel)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1.0  # the identity
+
+    def taps(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Dynamic taps `(B, T, 2, kernel, groups)` of sublayer inputs `(B, T, H)`, input side first."""
+        return self.kernel_projection(hidden_states).unflatten(-1, (2, self.kernel_size, -1))
+
+    def forward(self, hidden_states: torch.Tensor, taps: torch.Tensor, side: int) -> torch.Tensor:
+        """Convolve `(B, T, H)`, whole blocks, with the `taps` of one side (0 input, 1 output)."""
+        blocks = hidden_states.unflatten(1, (-1, self.block_size))  # (B, A, S, H)
+        taps = taps[:, :, side].repeat_interleave(self.group_size, dim=-1) + self.base_kernel[side]
+        taps = taps.unflatten(1, (-1, self.block_size))
+        output = taps[..., 0, :] * blocks
+        for offset in range(1, self.kernel_size):
+            shifted = F.pad(blocks[:, :, : self.block_size - offset], (0, 0, offset, 0))
+            output = output + taps[..., offset, :] * shifted
+        return output.flatten(1, 2)
 
 
 class DRelayDecoderLayer(GradientCheckpointingLayer):
@@ -98,13 +141,25 @@ class DRelayDecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_conv = BlockConvolution(config) if config.conv_kernel_size else None
+        self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
 
     def forward(self, hidden_states, context_keys, context_values, position_embeddings, attention_mask=None):
-        attended = self.self_attn(
-            self.input_layernorm(hidden_states), context_keys, context_values, position_embeddings, attention_mask
-        )
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        def attend(inputs):
+            return self.self_attn(inputs, context_keys, context_values, position_embeddings, attention_mask)
+
+        inputs = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + _convolved(attend, inputs, self.attention_conv)
+        inputs = self.post_attention_layernorm(hidden_states)
+        return hidden_states + _convolved(self.mlp, inputs, self.mlp_conv)
+
+
+def _convolved(sublayer, inputs: torch.Tensor, conv: BlockConvolution | None) -> torch.Tensor:
+    """`sublayer(inputs)`, between the convolutions of its input and output if there are any."""
+    if conv is None:
+        return sublayer(inputs)
+    taps = conv.taps(inputs)
+    return conv(sublayer(conv(inputs, taps, 0)), taps, 1)
 
 
 class DRelayDrafterModel(DRelayPreTrainedModel):
@@ -130,7 +185,14 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
             self.register_buffer("draft_token_ids", torch.arange(config.draft_vocab_size))
         else:
             self.draft_token_ids = None
+        self.lm_head = nn.Linear(config.hidden_size, config.output_vocab_size, False) if config.use_own_head else None
         self.post_init()
+
+    def logits(self, hidden_states: torch.Tensor, adapter) -> torch.FloatTensor:
+        """Raw logits, fp32, of rows `(B, K, H)` over the (draft) vocabulary, by the own head or the target's."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden_states).float()
+        return adapter.logits(hidden_states, self.draft_token_ids)
 
     def new_cache(self) -> DynamicCache:
         """
@@ -183,7 +245,7 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         for i, layer in enumerate(self.layers):
             keys, values, mask = self._visible_context(i, noise_embeds.shape[1], cache, attention_mask)
-            mask = _as_backend_mask(mask, len(noise_embeds), self.config._attn_implementation, hidden_states.dtype)
+            mask = as_backend_mask(mask, len(noise_embeds), self.config._attn_implementation, hidden_states.dtype)
             hidden_states = layer(hidden_states, keys, values, position_embeddings, mask)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
@@ -197,10 +259,10 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
         window = self.layers[layer_idx].self_attn.sliding_window
         if window is not None and keys is not None:
             keys, values = keys[:, :, -(window - 1) :], values[:, :, -(window - 1) :]
-        if _is_flash(self.config._attn_implementation):  # these kernels know windows and causality themselves
+        if is_flash(self.config._attn_implementation):  # these kernels know windows and causality themselves
             return keys, values, None
         length = 0 if keys is None else keys.shape[2]
-        mask = _block_mask(num_rows, length, self.config.block_causal[layer_idx], window, self.device)
+        mask = block_mask(num_rows, length, self.config.block_causal[layer_idx], window, self.device)
         return keys, values, mask
 
     def initialize_from_target(self, target) -> None:
@@ -261,11 +323,11 @@ def _copy_matching(source: nn.Module, own: nn.Module) -> None:
         states[name].copy_(weights[name])
 
 
-def _is_flash(implementation: str | None) -> bool:
+def is_flash(implementation: str | None) -> bool:
     return "flash" in (implementation or "")
 
 
-def _block_mask(num_rows, context_length, causal, window, device) -> torch.BoolTensor | None:
+def block_mask(num_rows, context_length, causal, window, device) -> torch.BoolTensor | None:
     """Visible keys `(1, 1, S, T + S)` of a block behind `context_length` context keys; `None` if all are."""
     if not causal and (window is None or context_length + num_rows <= window):
         return None
@@ -279,7 +341,7 @@ def _block_mask(num_rows, context_length, causal, window, device) -> torch.BoolT
     return visible[None, None]
 
 
-def _as_backend_mask(mask: torch.BoolTensor | None, batch_size: int, implementation: str | None, dtype: torch.dtype):
+def as_backend_mask(mask: torch.BoolTensor | None, batch_size: int, implementation: str | None, dtype: torch.dtype):
     """SDPA takes a boolean mask; eager and flex attention add one to the scores, flex looks it up by sequence."""
     if mask is None or implementation == "sdpa":
         return mask

@@ -1,17 +1,27 @@
 """DRelay: the parallel drafter and the selector together, and what `generate(assistant_model=...)` needs of them."""
 
-import torch
-from transformers import AutoConfig, AutoModel
+import json
+from pathlib import Path
 
+import torch
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import cached_file
+
+from .checkpoint_formats import Imported, import_checkpoint, is_public_format
 from .configuration_drelay import DRelayConfig, DRelayDrafterConfig, DRelaySelectorConfig
 from .draft_session import DraftSession
 from .draft_tree import grow
 from .draft_view import DraftView
 from .generate_hook import install
 from .modeling_base import DraftBlock, DRelayPreTrainedModel, Pool
+from .modeling_chain import ChainSession
 from .modeling_drafter import DRelayDrafterModel
+from .modeling_eagle3 import Eagle3Drafter
 from .modeling_heads import HeadInputs, IndependentHead, walk_fixed_point, walk_slots
+from .modeling_mtp import MtpDrafter, SharedCacheDrafter, SharedCacheSession, module_weights
 from .modeling_selector import DRelaySelectorModel
+from .modeling_token_heads import BilinearHead, MarkovHead, RecurrentHead
 from .target_adapter import HeadRows, TargetAdapter
 
 
@@ -32,12 +42,11 @@ class DRelayModel(DRelayPreTrainedModel):
 
     def __init__(self, config: DRelayConfig):
         super().__init__(config)
-        self.drafter = DRelayDrafterModel(_part_config(config, DRelayDrafterConfig))
-        self.selector = (
-            DRelaySelectorModel(_part_config(config, DRelaySelectorConfig)) if config.use_selector else None
-        )
+        self.drafter = _BACKBONES[config.backbone](_part_config(config, DRelayDrafterConfig))
+        self.selector = _build_head(config)
         self.head_rows = HeadRows()
         self.default_view = DraftView(self)
+        self.frozen_copies: dict[str, tuple] = {}  # sample of target tables that a public file stored
         self.post_init()
 
     def with_options(self, **options) -> DraftView:
@@ -46,8 +55,8 @@ class DRelayModel(DRelayPreTrainedModel):
 
         Args:
             options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `tree_budget`, `use_selector`,
-                `decoding_loop`, `profile`, see [`DraftOptions`]. What is not given keeps the value of the
-                configuration.
+                `confidence_threshold`, `decoding_loop`, `profile`, see [`DraftOptions`]. What is not given keeps the
+                value of the configuration.
         """
         return DraftView(self, **options)
 
@@ -90,10 +99,60 @@ class DRelayModel(DRelayPreTrainedModel):
         if self.selector is not None:
             self.selector.set_shortlist(self.drafter.draft_token_ids)
 
+    @classmethod
+    def from_target(cls, target, assistant=None, **fields) -> "DRelayModel":
+        """
+        The drafter that was published with a target.
+
+        Args:
+            target (`PreTrainedModel`): A target whose weight files hold an MTP module (Qwen3.5).
+            assistant (`PreTrainedModel`, *optional*): Its assistant, for targets with a separate one (Gemma 4).
+            fields: Fields of the configuration, such as `block_size`, the length of a chain (default 3).
+
+        Raises:
+            ValueError: If the target has no such module.
+            NotImplementedError: If the module is of another family.
+        """
+        text = target.config.get_text_config(decoder=True)
+        if assistant is None and text.model_type != "qwen3_5_text":
+            raise NotImplementedError(
+                f"`target` {type(target).__name__} has model type {text.model_type!r}; modules are read from targets "
+                "of type 'qwen3_5_text'. Pass `assistant` for Gemma 4, or load a drafter with `from_pretrained`."
+            )
+        derived = {
+            "backbone": "mtp" if assistant is None else "shared_kv",
+            "layout": "shifted",
+            "block_size": 3,
+            "num_hidden_layers": 1,
+            "target_layer_ids": [text.num_hidden_layers - 1],
+            "use_mask_embedding": False,
+            "module_config": (text if assistant is None else assistant.config).to_dict(),
+        }
+        model = cls(DRelayConfig.for_target(target.config, **(derived | fields)))
+        if assistant is None:
+            weights = {f"drafter.{name}": tensor for name, tensor in module_weights(target).items()}
+        else:
+            weights = {f"drafter.assistant.{name}": tensor for name, tensor in assistant.state_dict().items()}
+        problems = model.load_state_dict(weights, strict=False)
+        wrong = sorted([*problems.missing_keys, *problems.unexpected_keys])
+        if wrong:
+            raise ValueError(
+                f"`target` {target.config._name_or_path!r}: the module's tensors do not fit, first `{wrong[0]}` "
+                f"({len(problems.missing_keys)} missing, {len(problems.unexpected_keys)} unknown). Its files and its "
+                "configuration belong to different models; load both from one place."
+            )
+        return model.to(target.device, target.dtype).eval()
+
+    def new_session(self, adapter: TargetAdapter, clock=None):
+        """State of one call, see [`DraftSession`] and [`ChainSession`]."""
+        sessions = {"parallel": DraftSession, "shared_kv": SharedCacheSession}
+        return sessions.get(self.config.backbone, ChainSession)(self.drafter, adapter, clock)
+
     def adapter(self, target) -> TargetAdapter:
         """View of `target` for one call; raises a `ValueError` when drafter and target do not fit."""
         adapter = TargetAdapter(target, self.head_rows)
         adapter.check(self.config)
+        self._check_frozen_copies(target)
         return adapter
 
     def forward(self, objective, **batch):
@@ -103,17 +162,106 @@ class DRelayModel(DRelayPreTrainedModel):
         """
         return objective(**batch)
 
-    @torch.no_grad()
-    def draft(self, anchor_ids: torch.LongTensor, session: DraftSession, proposal, use_selector=True) -> DraftBlock:
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """
-        One stage: backbone forward, pool, selector, walk.
+        As in transformers; checkpoints of the public formats load too (see `checkpoint_formats.py`).
+
+        For these, `kwargs` may hold `dtype`, the Hub's `revision`, `subfolder`, `token`, `cache_dir`,
+        `local_files_only`, `force_download`, and any field of [`DRelayConfig`] that the file does not tell, such as
+        `layout`.
+        """
+        hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+        if args or "config" in kwargs:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        try:
+            config, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **hub)
+        except OSError:  # the host's own message names the missing file
+            config = {}
+        if not is_public_format(config):
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        fields = {name: kwargs[name] for name in kwargs if name not in hub and name != "dtype"}
+        unknown = set(fields) - set(DRelayConfig.own_fields())
+        if unknown:
+            raise ValueError(
+                f"`{sorted(unknown)[0]}` is no field of a drafter and is not supported for a checkpoint of a public "
+                "format; convert the checkpoint first (`hf-drelay convert SRC DST`), or leave the argument out."
+            )
+        tensors = read_tensors(pretrained_model_name_or_path, **hub)
+        return cls.from_imported(import_checkpoint(config, tensors, **fields), dtype=kwargs.get("dtype"))
+
+    @classmethod
+    def from_imported(cls, imported: Imported, dtype=None) -> "DRelayModel":
+        """
+        A drafter from a public checkpoint that was read by `import_checkpoint`.
+
+        Raises:
+            ValueError: For unknown or missing tensors, or ones of another shape.
+        """
+        model = cls(DRelayConfig(**imported.fields))
+        states = model.state_dict()
+        unknown = sorted(set(imported.tensors) - set(states))
+        missing = sorted(set(states) - set(imported.tensors))
+        if unknown or missing:
+            raise ValueError(
+                f"This {imported.kind} checkpoint has unknown tensors {_listed(unknown)} and lacks "
+                f"{_listed(missing)} (our names). Its configuration and weights belong to different models, or it is "
+                "a variant that is not supported."
+            )
+        for name, tensor in imported.tensors.items():
+            if tensor.shape != states[name].shape:
+                raise ValueError(
+                    f"`{name}` of this {imported.kind} checkpoint has shape {tuple(tensor.shape)}, but its "
+                    f"configuration asks for {tuple(states[name].shape)}; take both from one place."
+                )
+        if dtype in (None, "auto"):
+            dtype = imported.tensors["drafter.fc.weight"].dtype
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        model = model.to(dtype)
+        model.load_state_dict(imported.tensors)
+        model.config.dtype = dtype
+        for name, table in imported.frozen.items():
+            rows = torch.linspace(0, len(table) - 1, min(len(table), 64)).long()
+            model.frozen_copies[name] = (len(table), rows, table[rows].float())
+        return model.eval()
+
+    def _check_frozen_copies(self, target) -> None:
+        """Compare a sample of the target tables that a public file stored with the target, at the first use."""
+        modules = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.get_output_embeddings()}
+        for name, (size, rows, copy) in self.frozen_copies.items():
+            weight = getattr(modules[name], "weight", None)
+            if weight is None or weight.device.type == "meta" or not weight.dtype.is_floating_point:
+                continue  # quantised or offloaded: nothing to compare with
+            own = weight[rows.to(weight.device)].float().cpu() if len(weight) == size else None
+            if own is None or not torch.allclose(own, copy, rtol=2e-2, atol=1e-2 * copy.abs().max()):
+                raise ValueError(
+                    f"`assistant_model` was published with a copy of its target's `{name}` that differs from the one "
+                    f"of {type(target).__name__} {target.config._name_or_path!r}; load the target "
+                    f"{self.config.target_name_or_path or 'that it was trained for'}."
+                )
+        self.frozen_copies = {}
+
+    @torch.no_grad()
+    def draft(
+        self,
+        anchor_ids: torch.LongTensor,
+        session: DraftSession,
+        proposal,
+        use_selector: bool = True,
+        confidence_threshold: float = 0.0,
+    ) -> DraftBlock:
+        """
+        One stage: backbone forward, pool, head, walk.
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `(B,)`): Token at `session.anchor_position`.
             session (`DraftSession`): State of the call.
             proposal (`Proposal`): Draws the tokens; `proposal.start_stage(pool)` makes this stage's chooser.
             use_selector (`bool`): Off walks the independent head.
+            confidence_threshold (`float`): End the block before the first slot whose confidence is below this.
         """
+        if self.config.backbone != "parallel":
+            return self.drafter.draft(anchor_ids, session, proposal)
         embeds = self.drafter.block_embeds(anchor_ids, session.adapter.embed)
         positions = session.positions(session.anchor_position, self.config.block_size)
         rows = self.drafter(embeds, positions, session.cache).last_hidden_state
@@ -140,12 +288,19 @@ class DRelayModel(DRelayPreTrainedModel):
         block = self._draft_block(rows, anchor_ids, head, state, pool, choices, logits)
         block.pool_logits = choose.proposal_logits(block.num_tokens)
         block.tree = tree
+        if confidence_threshold and block.num_tokens and getattr(head, "confidence_head", None) is not None:
+            # Each confidence was known before the token of its slot was drawn, so this cut leaves q exact.
+            path = torch.cat([anchor_ids[:, None], block.draft_ids[:, :-1]], dim=1)
+            survives = head.confidence(state, path).sigmoid() >= confidence_threshold
+            block = block.first(int(survives.long().cumprod(dim=1).sum(dim=1).min()))
         session.clock.lap("select")
         return block
 
     @torch.no_grad()
     def continue_after(self, block: DraftBlock, session: DraftSession, use_selector=True) -> None:
         """Prepare another stage after the (cut) `block`: provisional features and the head's memory."""
+        if self.config.backbone != "parallel":
+            return self.drafter.continue_after(block, session)
         features = block.context_features
         if use_selector and self.selector is not None:
             known = torch.cat([session.anchor_ids[:, None], block.draft_ids[:, :-1]], dim=1)
@@ -157,7 +312,7 @@ class DRelayModel(DRelayPreTrainedModel):
         """Sort backbone `rows` `(B, S, H)` into the first `session.num_slots` slots and look up their pools."""
         fill_in = self.config.layout == "fill_in"
         hidden = (rows[:, 1:] if fill_in else rows)[:, : session.num_slots]
-        logits = session.adapter.logits(hidden, self.drafter.draft_token_ids)
+        logits = self.drafter.logits(hidden, session.adapter)
         return HeadInputs(
             hidden_states=hidden,
             anchor_hidden=rows[:, 0] if fill_in else None,
@@ -185,6 +340,47 @@ class DRelayModel(DRelayPreTrainedModel):
             slot_log_confidence=logits.log_softmax(dim=-1).gather(2, picked)[..., 0] + pool_mass,
             remember=lambda n: head.remember(state, path[:, :n]),
         )
+
+
+_HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download")
+
+
+def read_tensors(name_or_path, **hub) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint's weight files, on the CPU."""
+    hub["_raise_exceptions_for_missing_entries"] = False
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        index = cached_file(name_or_path, single + ".index.json", **hub)
+        files = [single]
+        if index is not None:
+            files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [cached_file(name_or_path, file, **hub) for file in files]
+        if all(path is not None for path in paths):
+            return {name: tensor for path in paths for name, tensor in load_state_dict(path).items()}
+    raise ValueError(
+        f"`pretrained_model_name_or_path` {str(name_or_path)!r} has no complete weight file (model.safetensors or "
+        "pytorch_model.bin); download the checkpoint again."
+    )
+
+
+def _listed(names: list[str], limit: int = 8) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return f"{names[:limit]}{more}"
+
+
+_BACKBONES = {
+    "parallel": DRelayDrafterModel,
+    "eagle3": Eagle3Drafter,
+    "mtp": MtpDrafter,
+    "shared_kv": SharedCacheDrafter,
+}
+
+
+def _build_head(config: DRelayConfig):
+    """The head that `config.head` names; `None` for the independent one, which has no weights."""
+    heads = {"bilinear": BilinearHead, "recurrent": RecurrentHead, "markov": MarkovHead}
+    if config.head in heads:
+        return heads[config.head](config)
+    return DRelaySelectorModel(_part_config(config, DRelaySelectorConfig)) if config.head == "relay" else None
 
 
 def _part_config(config: DRelayConfig, part: type[DRelayConfig]) -> DRelayConfig:

@@ -18,7 +18,7 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_drelay import DRelayConfig, DRelaySelectorConfig
-from .modeling_base import DRelayPreTrainedModel, Pool, ZeroLinear
+from .modeling_base import DRelayPreTrainedModel, Pool, TokenRows, ZeroLinear
 from .modeling_heads import HeadInputs
 
 
@@ -180,13 +180,9 @@ class PairPath(nn.Module):
     contains the bilinear selector of DFlash 2 and the Markov head of DSpark (arXiv 2607.05147).
     """
 
-    def __init__(self, config: DRelayConfig):
+    def __init__(self, config: DRelayConfig, num_predecessors: int, num_successors: int):
         super().__init__()
         rank = config.pair_rank
-        # With a shortlist the tables hold its tokens only; one more predecessor row stands for all other tokens, which
-        # only the target can have put there.
-        num_successors = config.output_vocab_size
-        num_predecessors = num_successors + (config.draft_vocab_size is not None)
         self.predecessor_table = nn.Embedding(num_predecessors, rank)
         self.successor_table = nn.Parameter(torch.zeros(num_successors, rank))
         self.hidden_proj = nn.Linear(config.hidden_size, rank)
@@ -212,7 +208,7 @@ class SelectorState:
     earlier: torch.Tensor | None  # (B, P, 2w), prefix entries of earlier stages
 
 
-class DRelaySelectorModel(DRelayPreTrainedModel):
+class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
     """Global Read and causal selector; implements the head interface of `modeling_heads.py`."""
 
     config_class = DRelaySelectorConfig
@@ -220,6 +216,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
 
     def __init__(self, config: DRelayConfig):
         super().__init__(config)
+        self.init_token_rows(config)
         width, eps = config.selector_hidden_size, config.rms_norm_eps
         self.embed_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.embed_norm = Qwen3RMSNorm(width, eps=eps)
@@ -237,7 +234,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         self.prefix_read = PrefixRead(config) if config.use_prefix_read else None
         self.trunk_proj = nn.Linear(2 * width + 3, width)
         self.trunk_norm = Qwen3RMSNorm(width, eps=eps)
-        self.pair_path = PairPath(config) if config.pair_rank else None
+        self.pair_path = PairPath(config, self.num_predecessors, self.num_successors) if config.pair_rank else None
         if config.use_rank_head:
             self.rank_up = nn.Linear(width, width)
             self.rank_down = ZeroLinear(width, 1, bias=False)
@@ -246,22 +243,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
             self.gate_down = ZeroLinear(width, 1)
         if config.use_repaired_feature:
             self.repaired_proj = ZeroLinear(config.hidden_size, config.hidden_size, bias=False)
-        if config.draft_vocab_size is not None:
-            # Position of a token in the shortlist; its last row stands for all tokens outside it. Like the drafter's
-            # list, it starts with the first tokens of the vocabulary.
-            rows = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
-            rows[: config.draft_vocab_size] = torch.arange(config.draft_vocab_size, dtype=torch.int32)
-            self.register_buffer("shortlist_rows", rows)
-        else:
-            self.shortlist_rows = None
         self.post_init()
-
-    def set_shortlist(self, draft_token_ids: torch.LongTensor) -> None:
-        """Tell the pair path which tokens its table rows stand for, `(Vd,)`."""
-        if self.shortlist_rows is not None:
-            self.shortlist_rows.fill_(self.config.draft_vocab_size)
-            places = torch.arange(len(draft_token_ids), dtype=torch.int32, device=self.shortlist_rows.device)
-            self.shortlist_rows[draft_token_ids] = places
 
     def read(self, inputs: HeadInputs) -> SelectorState:
         """Global Read, history read and everything else that does not depend on the selected tokens."""
@@ -284,7 +266,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         if self.history_read is not None:
             trunk = trunk + self.history_read(slots, embeds, inputs.history, inputs.history_mask, inputs.offset)
         queries = self.prefix_read.queries(slots, embeds) if self.prefix_read is not None else None
-        rows = self._table_rows(pool.ids) if self.pair_path is not None else None
+        rows = self.table_rows(pool.ids) if self.pair_path is not None else None
         return SelectorState(inputs, x, queries, trunk, rows, inputs.earlier)
 
     def score(self, state: SelectorState, path_ids: torch.LongTensor, first: int = 0) -> torch.FloatTensor:
@@ -294,7 +276,7 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         scores = pool.log_probs[:, first:last]
         if self.pair_path is not None:
             hidden = state.inputs.hidden_states[:, first:last].to(self.dtype)
-            previous = self._table_rows(path_ids[:, first:last])
+            previous = self.previous_rows(path_ids[:, first:last])
             scores = scores + self.pair_path(hidden, state.candidate_rows[:, first:last], previous).float()
         trunk = state.trunk[:, first:last]
         if self.prefix_read is not None:
@@ -331,9 +313,6 @@ class DRelaySelectorModel(DRelayPreTrainedModel):
         embeds = self._embed(state.inputs, path_ids)
         prefix = torch.cat([state.slot_features[:, : path_ids.shape[1]], embeds], dim=-1)
         return prefix if state.earlier is None else torch.cat([state.earlier, prefix], dim=1)
-
-    def _table_rows(self, token_ids: torch.LongTensor) -> torch.LongTensor:
-        return token_ids if self.shortlist_rows is None else self.shortlist_rows[token_ids].long()
 
     def _gate(self, x: torch.Tensor, trunk: torch.Tensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """

@@ -5,6 +5,7 @@ Bad input ends in one sentence and exit code 2. Heavy imports happen inside the 
 
 import typer
 
+from .convert import convert
 from .environment import env
 from .generate import generate
 from .training import check, prepare_data, train
@@ -16,7 +17,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, prepare_data, env):
+for command in (generate, prepare_data, convert, env):
     app.command()(command)
 for command in (check, train):  # their flags are those of the training configuration, known to its parser only
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(command)

@@ -42,7 +42,6 @@ from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_view import DraftView
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.modeling.modeling_heads import Pool
-from hf_drelay.modeling.modeling_selector import DRelaySelectorModel
 
 
 VOCAB_SIZE = 96
@@ -201,7 +200,8 @@ def randomise_selector(model: DRelayModel, scale: float = 1.0, seed: int = 0) ->
             if "norm" in name:
                 continue
             std = scale / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.1 * scale
-            if "_table" in name:  # of token pairs: the path that tells candidates apart the most
+            if any(part in name for part in ("_table", "codebook", "markov_w")):
+                # Of token pairs: the path that tells candidates apart the most.
                 std = 0.7 * scale
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
@@ -220,8 +220,9 @@ def build_drafter(target, seed: int = 0, selector_scale: float = 1.0, **override
     }
     torch.manual_seed(seed)
     model = DRelayModel(DRelayConfig.for_target(target.config, **(fields | overrides))).eval()
-    with torch.no_grad():
-        model.drafter.mask_embedding.normal_()
+    if getattr(model.drafter, "mask_embedding", None) is not None:
+        with torch.no_grad():
+            model.drafter.mask_embedding.normal_()
     if model.selector is not None:
         randomise_selector(model, selector_scale, seed)
     return model
@@ -291,18 +292,26 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
     def head_inputs(rows, anchor_ids, session):
         inputs = DRelayModel.head_inputs(model, rows, anchor_ids, session)
         inputs.pool = script.rewrite(inputs.pool, session.anchor_position)
-        inputs.hints = script.hints(inputs.pool, session.anchor_position)
+        inputs.pool.hints = script.hints(inputs.pool, session.anchor_position)
         return inputs
 
     def score(state, path_ids, first=0):
+        pool = state.pool if hasattr(state, "pool") else state.inputs.pool
         return (
-            DRelaySelectorModel.score(model.selector, state, path_ids, first)
-            + (state.inputs.hints[:, first : path_ids.shape[1]])
+            type(model.selector).score(model.selector, state, path_ids, first)
+            + (pool.hints[:, first : path_ids.shape[1]])
         )
+
+    def chain_pool(states, session, slot):
+        # Rows of the chain count what was drafted: the one that is being scored is among them but in a first stage.
+        place = session.num_verified + session.num_provisional
+        return script.rewrite(type(model.drafter).pool(model.drafter, states, session, slot), place)
 
     model.head_inputs = head_inputs
     if model.selector is not None:
         model.selector.score = score
+    if model.config.backbone != "parallel":
+        model.drafter.pool = chain_pool
     model.script = script
     return model
 

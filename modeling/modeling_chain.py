@@ -1,0 +1,160 @@
+"""What autoregressive drafters share: a chain of tokens, each from the drafter's own state of the one before.
+
+A row of such a drafter pairs the feature of position `i` with the token at `i + 1` and proposes the token at `i + 2`.
+The target's features exist for verified positions only; further on the drafter's own state takes their place.
+Invariant: between rounds the cache holds rows of true features only; those of a chain are dropped with one crop.
+"""
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from .configuration_drelay import DRelayDrafterConfig
+from .draft_statistics import PhaseClock
+from .modeling_base import DraftBlock, DRelayPreTrainedModel, Pool
+from .target_adapter import TargetAdapter
+
+
+class ChainSession:
+    """
+    State of one `generate()` call of a [`ChainDrafter`]; the counterpart of [`DraftSession`].
+
+    Features arrive before the token that they are paired with is known to the drafter: they wait in `pending` until
+    the next stage.
+    """
+
+    def __init__(self, drafter, adapter: TargetAdapter, clock: PhaseClock | None = None):
+        self.drafter = drafter
+        self.adapter = adapter
+        self.clock = clock or PhaseClock(enabled=False)
+        self.cache = drafter.new_cache()
+        self.num_verified = 0
+        self.num_provisional = 0
+        self.anchor_ids = None  # (1,), the token the current stage starts from
+        self.num_slots = drafter.config.num_drafts
+        self.pending = None  # (1, n, F), features of the last verified positions that are in no row yet
+        self.state = None  # (1, 1, F), the drafter's own state behind the last drafted token of this round
+
+    def positions(self, start: int, length: int) -> torch.LongTensor:
+        """Position ids `(1, length)` from `start` on."""
+        return torch.arange(start, start + length, device=self.drafter.device)[None]
+
+    def observe(self, outputs) -> None:
+        """Look at the outputs of the target's forward whose states `extend` will take. Nothing else is needed here."""
+
+    def extend(self, context_hidden_states: torch.Tensor) -> None:
+        """Take the target's tapped hidden states `(1, n, L*H)` of newly verified positions."""
+        features = self.drafter.fuse(context_hidden_states.to(self.drafter.device, self.drafter.dtype))
+        self.pending = features if self.pending is None else torch.cat([self.pending, features], dim=1)
+        self.num_verified += features.shape[1]
+
+    def end_round(self) -> None:
+        """Drop the rows of the chain."""
+        if self.num_provisional:
+            self.cache.crop(-self.num_provisional)
+        self.num_provisional = 0
+        self.state = None
+
+
+class ChainDrafter(DRelayPreTrainedModel):
+    """
+    Base of the autoregressive drafters. A subclass has `fuse` (tapped states to features), `advance` (rows to states)
+    and `logits`.
+    """
+
+    config_class = DRelayDrafterConfig
+
+    def new_cache(self) -> DynamicCache:
+        """An empty cache of rows."""
+        return DynamicCache()
+
+    def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Features `(B, T, F)` of hidden states `(B, T, L*H)` concatenated in the order of the taps."""
+        raise NotImplementedError
+
+    def advance(self, features, token_ids, position_ids, cache, adapter) -> torch.Tensor:
+        """
+        States `(B, n, F)` of new rows, which see the cache and the rows before them and are appended to it.
+
+        Args:
+            features (`torch.FloatTensor` of shape `(B, n, F)`), token_ids (`torch.LongTensor` of shape `(B, n)`):
+                Feature of a position and the token behind it.
+            position_ids (`torch.LongTensor` of shape `(B, n)`): Of the features.
+            cache (`DynamicCache`): Rows so far.
+            adapter (`TargetAdapter`): Embeds the tokens.
+        """
+        raise NotImplementedError
+
+    def logits(self, states: torch.Tensor, adapter: TargetAdapter) -> torch.FloatTensor:
+        """Raw logits, fp32, of `states` `(B, n, F)` over the (draft) vocabulary."""
+        raise NotImplementedError
+
+    def pool(self, states: torch.Tensor, session: ChainSession, slot: int) -> Pool:
+        """Candidates `(B, 1, C)` of the next slot, given the states `(B, 1, F)` before it."""
+        token_ids = getattr(self, "draft_token_ids", None)
+        return Pool.from_logits(self.logits(states, session.adapter), self.config.pool_size, token_ids)
+
+    @torch.no_grad()
+    def draft(self, anchor_ids: torch.LongTensor, session: ChainSession, proposal) -> DraftBlock:
+        """
+        One stage: `session.num_slots` tokens, each drawn from the pool of its slot.
+
+        Args:
+            anchor_ids (`torch.LongTensor` of shape `(B,)`): Last token before the stage.
+            session (`ChainSession`): State of the call.
+            proposal (`Proposal`): Draws the tokens; its `input_ids` end with the anchor.
+        """
+        B, K, C = len(anchor_ids), session.num_slots, self.config.pool_size
+        scores = torch.zeros(B, K, C, device=self.device)
+        pool = Pool(torch.zeros(B, K, C, dtype=torch.long, device=self.device), scores.clone(), scores)
+        choose = proposal.start_stage(pool)  # reads a slot of the pool when that slot is drawn
+        states, choices, token = [], [], anchor_ids[:, None]
+        for slot in range(K):
+            if slot == 0:
+                state = self._first_state(session, token, proposal.input_ids)
+            else:
+                state = self._next_state(session, states[-1], token)
+            candidates = self.pool(state, session, slot)
+            pool.ids[:, slot : slot + 1] = candidates.ids
+            pool.logits[:, slot : slot + 1] = candidates.logits
+            pool.log_probs[:, slot : slot + 1] = candidates.log_probs
+            choice = choose(candidates.log_probs, slot)
+            if choice is None:
+                break
+            token = candidates.ids[:, 0].gather(1, choice)
+            states.append(state)
+            choices.append(choice)
+        n = len(choices)
+        picked = torch.cat(choices, dim=1)[..., None] if n else pool.ids[:, :0, :1]
+        session.clock.lap("draft")
+        return DraftBlock(
+            draft_ids=pool.ids[:, :n].gather(2, picked)[..., 0],
+            choices=picked[..., 0],
+            pool_ids=pool.ids[:, :n],
+            pool_logits=choose.proposal_logits(n),
+            context_features=torch.cat(states, dim=1) if n else scores.new_zeros(B, 0, self.config.hidden_size),
+            slot_log_confidence=pool.log_probs[:, :n].gather(2, picked)[..., 0],
+            remember=lambda n: None,
+        )
+
+    def continue_after(self, block: DraftBlock, session: ChainSession) -> None:
+        """Prepare another stage behind the whole `block`: its first row takes the drafter's own state."""
+        session.state = block.context_features[:, -1:]
+
+    def _first_state(self, session: ChainSession, token, input_ids) -> torch.Tensor:
+        """State behind the anchor: commit the rows of newly verified positions, or go on from a stage before."""
+        if session.pending is None:
+            return self._next_state(session, session.state, token)
+        num_rows = min(session.pending.shape[1], input_ids.shape[1])  # with `inputs_embeds` a prompt has no tokens
+        tokens = input_ids[:, -num_rows:].to(self.device)
+        positions = session.positions(session.num_verified - num_rows, num_rows)
+        states = self.advance(session.pending[:, -num_rows:], tokens, positions, session.cache, session.adapter)
+        session.pending = None
+        return states[:, -1:]
+
+    def _next_state(self, session: ChainSession, state, token) -> torch.Tensor:
+        positions = session.positions(session.num_verified + session.num_provisional, 1)
+        session.num_provisional += 1
+        return self.advance(state, token, positions, session.cache, session.adapter)
+
+
+__all__ = ["ChainDrafter", "ChainSession"]
