@@ -6,6 +6,7 @@
 # The demo target is taken from HF_DRELAY_DEMO_TARGET; if that folder holds `model.safetensors.part-*`, the parts are
 # put together first. Results go to $OUT (default: runs/gpu), weights and responses in files of at most 15 MB.
 set -euo pipefail
+shopt -s nullglob
 cd "$(dirname "$0")/.."
 : "${PROMPTS:?name the prompt files: PROMPTS=\"a.jsonl b.jsonl\" bash scripts/gpu_train.sh}"
 python="${PYTHON:-python3}"
@@ -26,19 +27,24 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 timeout "${RESPONSE_SECONDS:-150}" "$python" -m hf_drelay.cli prepare-data "${sources[@]}" --output "$work/responses" \
     --batch-size "${BATCH_SIZE:-512}" --shard-size "${SHARD_SIZE:-1024}" || echo "responses: stopped at the time limit"
 
-flags=()
-for file in "$work"/responses/*.jsonl.gz ${MORE_RESPONSES:-}; do
-    flags+=("$file")
-done
-timeout "${TRAIN_SECONDS:-300}" "$python" -m hf_drelay.cli train --config "${CONFIG:-examples/recipes/gpu-10min.yaml}" \
-    --output_dir "$work/run" --responses "${flags[@]}" || echo "training: stopped at the time limit"
-
-cp "$work"/responses/*.jsonl.gz "$out"/
-if [ -d "$work/run/drafter" ]; then
-    cp "$work"/run/drafter/*.json "$work"/run/drafter/*.yaml "$out"/
-    split --bytes=15000000 --numeric-suffixes "$work/run/drafter/model.safetensors" "$out/model.safetensors.part-"
-else
-    find "$work/run" -name trainer_state.json -exec cp {} "$out"/ \;
-    echo "no finished drafter; trainer_state.json tells how far it came" >&2
+responses=("$work"/responses/*.jsonl.gz)
+if [ ${#responses[@]} -eq 0 ]; then
+    echo "no shard of responses was finished; allow more RESPONSE_SECONDS or a smaller SHARD_SIZE" >&2
     exit 1
 fi
+cp "${responses[@]}" "$out"/
+# shellcheck disable=SC2086
+timeout "${TRAIN_SECONDS:-300}" "$python" -m hf_drelay.cli train --config "${CONFIG:-examples/recipes/gpu-10min.yaml}" \
+    --output_dir "$work/run" --responses "${responses[@]}" ${MORE_RESPONSES:-} || echo "training: stopped at the time limit"
+
+# The finished drafter, or else the newest whole checkpoint: the machine may not be there tomorrow.
+trained="$work/run/drafter"
+if [ ! -d "$trained" ]; then
+    trained="$(dirname "$(ls -t "$work"/run/checkpoint-*/trainer_state.json 2>/dev/null | head -n 1)")"
+fi
+if [ ! -f "$trained/model.safetensors" ]; then
+    echo "nothing was trained to a checkpoint" >&2
+    exit 1
+fi
+cp "$trained"/*.json "$out"/
+split --bytes=15000000 --numeric-suffixes "$trained/model.safetensors" "$out/model.safetensors.part-"

@@ -56,7 +56,7 @@ def target_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def responses_file(tmp_path_factory):
-    """Twelve responses of different lengths."""
+    """Twelve responses of different lengths, of random words."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for i in range(12):
@@ -64,6 +64,21 @@ def responses_file(tmp_path_factory):
         rows.append({"mode": "greedy", "prompt": f"w{5 + i} w6 w7", "response_ids": [*ids, 2]})
     path = tmp_path_factory.mktemp("responses") / "responses.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def written_file(target_folder, tmp_path_factory):
+    """Twelve responses that the target itself wrote greedily."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from hf_drelay.training.responses import Decoding, write_responses
+
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    prompts = [f"w{5 + i} w6 w7" for i in range(12)]
+    folder = tmp_path_factory.mktemp("written")
+    (path,) = write_responses(target, tokenizer, prompts, folder, Decoding(12), quiet=True)
     return path
 
 

@@ -125,14 +125,15 @@ def _encode(prompt: str, tokenizer, drafter_config, raw: bool):
         if inputs["input_ids"].shape[1] == 0:
             raise ValueError("`prompt` has no tokens; give some text.")
         return inputs
-    # A drafter is at its best in the mode it was trained in. Templates without a thinking mode ignore the switch.
-    modes = {"thinking": {"enable_thinking": True}, "non_thinking": {"enable_thinking": False}}
+    from hf_drelay.training.data import TEMPLATE_MODES
+
+    # A drafter is at its best in the mode it was trained in.
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
-        **modes.get(drafter_config.chat_template_mode, {}),
+        **TEMPLATE_MODES.get(drafter_config.chat_template_mode, {}),
     )
 
 

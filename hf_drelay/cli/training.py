@@ -27,6 +27,9 @@ def prepare_data(
     top_p: Annotated[float, typer.Option(help="Nucleus, under sampling.")] = 0.95,
     top_k: Annotated[int, typer.Option(min=0, help="Candidates, under sampling; 0 keeps all.")] = 64,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows decoded together.")] = 32,
+    template_mode: Annotated[
+        str | None, typer.Option(help="Mode of the chat template: thinking or non_thinking.")
+    ] = None,
     shard_size: Annotated[int, typer.Option(min=1, help="Prompts of one file.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the random generator.")] = 0,
     dtype: Annotated[Dtype | None, typer.Option(help="Type of the target's weights.")] = Dtype.BFLOAT16,
@@ -42,7 +45,9 @@ def prepare_data(
     with errors_as_sentences():
         if not prompts and not self_synthesise:
             raise ValueError("Nothing to answer: give `--prompts`, or `--self-synthesise` with a number.")
-        decoding = Decoding(max_new_tokens, temperature, top_p, top_k, batch_size=batch_size)
+        decoding = Decoding(
+            max_new_tokens, temperature, top_p, top_k, batch_size=batch_size, template_mode=template_mode
+        )
         texts = [text for source in prompts or [] for text in read_prompts(source, num_prompts)]
         prepare_libraries(threads)
         model, tokenizer = load_target(target, dtype)
@@ -59,6 +64,7 @@ def train(
     context: typer.Context,
     config: Annotated[Path | None, typer.Option(help="YAML file with arguments of the run.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what the run would take, and stop.")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that `--dry-run` counts with.")] = 1,
 ) -> None:
     """
     Train a drafter. Every argument of the run is a flag too and wins over the file: `--max_steps 100`. A call with the
@@ -70,7 +76,7 @@ def train(
 
             # Any machine can plan a run for a better one.
             arguments = _arguments(config, [*context.args, "--use_cpu", "true"])
-            for name, value in plan_run(arguments).items():
+            for name, value in plan_run(arguments, processes).items():
                 typer.echo(f"{name}: {value}")
             return
         from hf_drelay.training.run import train as run
@@ -87,9 +93,9 @@ def check(
     from hf_drelay.training.run import build_trainer
 
     with errors_as_sentences():
-        trainer, tokenizer = build_trainer(_arguments(config, context.args))
+        trainer, _ = build_trainer(_arguments(config, context.args))
         findings = []
-        for finding in check_run(trainer, tokenizer):
+        for finding in check_run(trainer):
             findings.append(finding)
             typer.echo(f"{'fine ' if finding.is_fine else 'WRONG'}  {finding.name}: {finding.detail}")
     if not all(finding.is_fine for finding in findings):

@@ -7,7 +7,7 @@ import torch
 
 from hf_drelay.modeling.draft_session import DraftSession
 
-from .data import ResponseExample, encode_prompt
+from .data import ResponseExample
 from .trainer import DRelayTrainer, collate
 
 
@@ -20,13 +20,13 @@ class Finding:
     detail: str
 
 
-def check_run(trainer: DRelayTrainer, tokenizer, num_steps: int = 30) -> Iterator[Finding]:
+def check_run(trainer: DRelayTrainer, num_steps: int = 30) -> Iterator[Finding]:
     """
     Findings about a run that is about to start. The last test overfits one batch with `num_steps` steps on a copy of
     the drafter's weights, which it puts back.
     """
     examples = trainer.train_dataset.examples
-    yield _check_template(tokenizer, examples)
+    yield _check_text(trainer)
     yield _check_taps(trainer, examples[0])
     yield _check_mask(trainer)
     yield _check_shortlist(trainer, examples)
@@ -34,12 +34,18 @@ def check_run(trainer: DRelayTrainer, tokenizer, num_steps: int = 30) -> Iterato
     yield _check_learning(trainer, num_steps)
 
 
-def _check_template(tokenizer, examples: list[ResponseExample]) -> Finding:
-    """Whether the examples start with the prompt as `generate()` will see it."""
-    wrong = [e for e in examples if e.input_ids[: e.prompt_length].tolist() != encode_prompt(tokenizer, e.prompt)]
-    kind = "the chat template" if tokenizer.chat_template is not None else "no template (the tokenizer has none)"
-    detail = f"{len(examples) - len(wrong)} of {len(examples)} prompts are encoded with {kind}"
-    return Finding("template", not wrong, detail)
+@torch.no_grad()
+def _check_text(trainer: DRelayTrainer) -> Finding:
+    """Whether this target would write the greedy responses, which it would not in another template."""
+    right = total = 0
+    for example in trainer.held_out[:8]:
+        ids = example.input_ids[None].to(trainer.target.device)
+        states = trainer.target.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        best = trainer.adapter.logits(states[:, example.prompt_length - 1 : -1]).argmax(-1)
+        right += int((best == ids[:, example.prompt_length :]).sum())
+        total += best.shape[1]
+    share = right / max(total, 1)
+    return Finding("text", share > 0.95, f"the target itself would write {share:.1%} of the greedy response tokens")
 
 
 def _check_taps(trainer: DRelayTrainer, example: ResponseExample) -> Finding:

@@ -104,16 +104,36 @@ class DRelayTrainingConfig(TrainingArguments):
     contribution_floor: float = _field(0.1, "Least contribution weight.")
     chunk_rows: int = _field(1024, "Slots whose vocabulary logits exist at the same time.")
 
-    least_acceptance_length: float = _field(1.0, "Stop a run whose replay τ is lower.")
+    least_acceptance_length: float = _field(1.1, "Stop a run whose replay τ is lower.")
     least_after: float = _field(0.5, "Share of the training after which that is tested.")
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "drafter_config"]
 
     def __post_init__(self):
+        if self.metric_for_best_model is None:  # there is no evaluation loss
+            self.metric_for_best_model = "eval_acceptance_length"
         super().__post_init__()
+        if self.train_selector and self.repair_weight <= 0:
+            raise ValueError(
+                f"`repair_weight` {self.repair_weight} leaves the selector without a loss; use a weight above 0, or "
+                "`train_selector=False`."
+            )
         if self.freeze_backbone and not self.train_selector:
             raise ValueError("`freeze_backbone=True` with `train_selector=False` leaves nothing to train.")
-        for name in ("num_anchors", "num_selector_anchors", "loop_depth", "chunk_rows", "num_soft_targets"):
+        if self.freeze_backbone and self.selector_start > 0:
+            raise ValueError(
+                f"`freeze_backbone=True` with `selector_start` {self.selector_start} has nothing to train before it; "
+                "use `selector_start=0`."
+            )
+        if self.target_dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"`target_dtype` is {self.target_dtype!r}; expected float32, bfloat16 or float16.")
+        if self.fsdp:
+            raise NotImplementedError(
+                "`fsdp` is not supported: training calls parts of the drafter on their own, which sharded modules do "
+                "not see. A drafter is small; start one process for each GPU without it."
+            )
+        counts = ("num_anchors", "num_selector_anchors", "loop_depth", "chunk_rows", "num_soft_targets")
+        for name in (*counts, "num_replayed"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; expected at least 1.")
         for name in ("selector_start", "loop_start", "contribution_start", "least_after"):
@@ -149,4 +169,11 @@ def read_yaml(path: str | Path) -> dict:
     unknown = set(values) - {f.name for f in fields(DRelayTrainingConfig) if f.init}
     if unknown:
         raise ValueError(f"`{path}` sets `{sorted(unknown)[0]}`, which is no argument of a training run.")
+    for f in fields(DRelayTrainingConfig):
+        # YAML takes numbers such as 1e-3, without a point, for text.
+        if f.name in values and isinstance(values[f.name], str) and f.type in (float, int):
+            try:
+                values[f.name] = f.type(values[f.name])
+            except ValueError:
+                raise ValueError(f"`{path}` sets `{f.name}` to {values[f.name]!r}, which is no number.") from None
     return values

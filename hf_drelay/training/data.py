@@ -10,6 +10,7 @@ import gzip
 import hashlib
 import json
 import random
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -49,28 +50,37 @@ class ResponseExample:
         return self.input_ids[self.prompt_length :]
 
 
-def encode_prompt(tokenizer, prompt: str) -> list[int]:
+# Arguments of a chat template by the mode that a drafter's configuration names. Templates without a thinking mode
+# ignore them.
+TEMPLATE_MODES = {None: {}, "thinking": {"enable_thinking": True}, "non_thinking": {"enable_thinking": False}}
+
+
+def encode_prompt(tokenizer, prompt: str, mode: str | None = None) -> list[int]:
     """Token ids of one user turn in the tokenizer's chat template, ready for the answer."""
     if tokenizer.chat_template is None:
         return tokenizer(prompt)["input_ids"]
     messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    encoded = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, **TEMPLATE_MODES[mode]
+    )
+    return encoded["input_ids"]
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict]:
     """Rows of a JSON-lines file, plain or `.gz`; a broken line raises a `ValueError` that names it."""
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: not valid JSON ({error.msg}). Fix or remove the line."
-                ) from error
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                if line.strip():
+                    yield json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}). Fix or remove the line.") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged ({error}); make or fetch the file again.") from error
 
 
 def read_prompts(source: str | Path, num_prompts: int | None = None) -> list[str]:
@@ -112,11 +122,16 @@ def _texts(source: str | Path) -> Iterator[str]:
 
 
 def load_responses(
-    paths: str | Path | Iterable[str | Path], tokenizer, max_length: int = 2048, min_response: int = 4
+    paths: str | Path | Iterable[str | Path],
+    tokenizer,
+    max_length: int = 2048,
+    min_response: int = 4,
+    mode: str | None = None,
 ) -> list[ResponseExample]:
     """
     Responses of one or several files as examples. What cannot teach anything is left out, and a warning tells how much
-    of it there was: responses with fewer than `min_response` tokens within `max_length`, and repeated ones.
+    of it there was: responses with fewer than `min_response` tokens within `max_length`, and repeated ones. `mode` is
+    that of the chat template, see `TEMPLATE_MODES`.
 
     Raises:
         ValueError: If the files have no usable response, or hold tokens that the tokenizer does not know.
@@ -126,7 +141,7 @@ def load_responses(
     skipped: Counter = Counter()
     for path in paths:
         for row in read_jsonl(path):
-            example = _example(row, path, tokenizer, max_length)
+            example = _example(row, path, tokenizer, max_length, mode)
             if len(row["response_ids"]) < min_response:
                 skipped["too short"] += 1
             elif len(example.response_ids) < min_response:
@@ -146,7 +161,7 @@ def load_responses(
     return list(examples.values())
 
 
-def _example(row: dict, path, tokenizer, max_length: int) -> ResponseExample:
+def _example(row: dict, path, tokenizer, max_length: int, mode: str | None) -> ResponseExample:
     if "prompt" not in row or "response_ids" not in row:
         raise ValueError(f"`{path}`: every line needs `prompt` and `response_ids`; found {sorted(row)}.")
     largest = max(row["response_ids"], default=0)
@@ -155,7 +170,7 @@ def _example(row: dict, path, tokenizer, max_length: int) -> ResponseExample:
             f"`{path}` holds token {largest}, but the tokenizer knows {len(tokenizer)} tokens; these responses belong "
             "to another target."
         )
-    prompt_ids = encode_prompt(tokenizer, row["prompt"])
+    prompt_ids = encode_prompt(tokenizer, row["prompt"], mode)
     ids = (prompt_ids + row["response_ids"])[:max_length]
     return ResponseExample(torch.tensor(ids), min(len(prompt_ids), len(ids)), row["prompt"], row.get("mode", "greedy"))
 

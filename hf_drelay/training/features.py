@@ -74,8 +74,11 @@ class FeatureStore:
             keys (`list[str]`): What identifies the tokens of each sequence.
         """
         rows = [self._find(key) for key in keys]
-        if any(row is None for row in rows):
-            rows = self._compute(keys, input_ids, lengths)
+        missing = [i for i, row in enumerate(rows) if row is None]
+        if missing:
+            computed = self._compute([keys[i] for i in missing], input_ids[missing], [lengths[i] for i in missing])
+            for i, row in zip(missing, computed, strict=True):
+                rows[i] = row
         device = input_ids.device
 
         def padded(name: str) -> torch.Tensor:
@@ -123,15 +126,16 @@ class FeatureStore:
             self.folder.add(key, row)
             return
         size = sum(tensor.nbytes for tensor in row.values())
-        if key not in self._kept and size <= self.free_bytes:
+        if size <= self.free_bytes:
             self._kept[key] = row
             self.free_bytes -= size
 
 
 class FeatureFolder:
     """
-    Features on disk, in shards of safetensors that appear when they are whole. A shard that cannot be read is put
-    aside with a warning, and its sequences are computed again.
+    Features on disk, in shards of safetensors that appear when they are whole. It is a store for what can be computed
+    again: a shard that cannot be read is put aside with a warning, and a disk that is full ends the writing, not the
+    run.
 
     Args:
         path (`str` or `Path`): The folder.
@@ -145,6 +149,7 @@ class FeatureFolder:
     def __init__(self, path: str | Path, about: dict, shard_bytes: int = 256 << 20):
         self.path = Path(path)
         self.shard_bytes = shard_bytes
+        self.is_full = False
         self._pending: dict[str, dict[str, torch.Tensor]] = {}
         self._places: dict[str, tuple[Path, list[str]]] = {}  # shard and tensor names of a sequence
         self._claim(about)
@@ -162,11 +167,16 @@ class FeatureFolder:
         if key not in self._places:
             return None
         shard, names = self._places[key]
-        with safe_open(shard, framework="pt") as file:
-            return {name: file.get_tensor(f"{key}.{name}") for name in names}
+        try:
+            with safe_open(shard, framework="pt") as file:
+                return {name: file.get_tensor(f"{key}.{name}") for name in names}
+        except (OSError, SafetensorError):  # taken away or damaged since
+            return None
 
     def add(self, key: str, row: dict[str, torch.Tensor]) -> None:
         """Take the tensors of a sequence; they are written when a shard is full."""
+        if self.is_full:
+            return
         self._pending[key] = {name: tensor.cpu().contiguous() for name, tensor in row.items()}
         if sum(tensor.nbytes for row in self._pending.values() for tensor in row.values()) >= self.shard_bytes:
             self.flush()
@@ -181,10 +191,12 @@ class FeatureFolder:
         try:
             replace_file(shard, lambda part: save_file(tensors, part))
         except (OSError, SafetensorError) as error:
-            raise OSError(
-                f"Features could not be written to `{shard}` ({error}); free some space, or train without a "
-                "`feature_folder`. What was written before stays usable."
-            ) from error
+            self.is_full, self._pending = True, {}
+            logger.warning(
+                f"hf_drelay: features cannot be written to `{shard}` ({error}); the rest of them is computed when "
+                "needed. What was written before stays usable."
+            )
+            return
         self._places |= {key: (shard, list(row)) for key, row in self._pending.items()}
         self._pending = {}
 

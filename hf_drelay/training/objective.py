@@ -154,7 +154,9 @@ class JointObjective:
             `(loss, terms)`: a scalar, and a dictionary of its detached parts and of accuracies.
         """
         last = self.config.loop_depth - 1
-        learns = torch.is_grad_enabled() and not self.config.freeze_backbone
+        # Under a frozen backbone gradients pass through it for the sake of what the selector put into it alone.
+        feeds_selector = self.model.config.use_repaired_feature and last > 0
+        learns = torch.is_grad_enabled() and (feeds_selector or not self.config.freeze_backbone)
         with torch.set_grad_enabled(learns):
             features = self.model.drafter.fuse(states.to(self.model.drafter.dtype))
             unroll = StageUnroll(self.model, self.adapter, features, input_ids, anchors, self.config.loop_tokens)

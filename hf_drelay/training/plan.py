@@ -8,7 +8,7 @@ from hf_drelay.modeling.modeling_drelay import DRelayModel
 
 from .config import DRelayTrainingConfig
 from .data import read_jsonl
-from .run import drafter_config
+from .run import starting_config
 
 
 # Sustained rates to express the arithmetic in: two CPU cores with bf16 units, one and eight data-centre GPUs.
@@ -17,15 +17,19 @@ BYTES_PER_PARAMETER = 16  # weight, gradient and two moments, fp32
 MEAN_LENGTH = 0.6  # of a sequence, as a share of `max_length`, when no file tells
 
 
-def plan_run(config: DRelayTrainingConfig) -> dict[str, str]:
-    """Rows for people. Times are arithmetic divided by a rate that is assumed, not measured."""
-    drafter = _drafter_config(config)
+def plan_run(config: DRelayTrainingConfig, num_processes: int = 1) -> dict[str, str]:
+    """
+    Rows for people, for a run on `num_processes` processes. Times are arithmetic divided by a rate that is assumed,
+    not measured.
+    """
+    needs_target = config.target is not None and config.preset is None and config.drafter is None
+    drafter = starting_config(config, AutoConfig.from_pretrained(config.target) if needs_target else None)
     with torch.device("meta"):
         model = DRelayModel(drafter)
     backbone = sum(p.numel() for p in model.drafter.parameters())
     selector = sum(p.numel() for p in model.selector.parameters()) if model.selector is not None else 0
     num_examples, mean_length = _examples(config)
-    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+    batch = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
     steps = config.max_steps
     if steps <= 0:
         if num_examples is None:
@@ -43,19 +47,12 @@ def plan_run(config: DRelayTrainingConfig) -> dict[str, str]:
         "target parameters": f"about {target / 1e6:,.0f} M, frozen, {config.target_dtype}",
         "examples": f"{known}, about {mean_length:.0f} tokens each",
         "steps": f"{steps:,} of {batch} sequences and {batch * config.num_anchors:,} blocks",
-        "processes": str(config.world_size),
+        "processes": str(num_processes),
         "memory for weights and optimizer": f"{weights / 1e9:.1f} GB drafter, {2 * target / 1e9:.1f} GB target",
         "memory for activations": f"about {activations / 1e9:.1f} GB, and {logits / 1e9:.2f} GB of vocabulary logits",
         "arithmetic": f"{flops / 1e15:,.2f} PFLOP",
         **{f"time at {name}": _duration(flops / rate) for name, rate in RATES.items()},
     }
-
-
-def _drafter_config(config: DRelayTrainingConfig) -> DRelayConfig:
-    if config.drafter is not None:
-        return DRelayConfig.from_pretrained(config.drafter)
-    needs_target = config.target is not None and config.preset is None
-    return drafter_config(config, AutoConfig.from_pretrained(config.target) if needs_target else None)
 
 
 def _examples(config: DRelayTrainingConfig) -> tuple[int | None, float]:

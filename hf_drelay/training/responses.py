@@ -20,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from hf_drelay.evaluation.records import replace_file, write_json
 from hf_drelay.modeling.compat import cache_keyword
 
-from .data import encode_prompt
+from .data import TEMPLATE_MODES, encode_prompt
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Decoding:
         min_p (`float`): Least probability of a candidate under sampling, as a share of the best one's.
         batch_size (`int`): Rows decoded together.
         span (`int`): Tokens between two looks at which rows have ended.
+        template_mode (`str`, *optional*): Mode of the chat template, see `TEMPLATE_MODES`.
     """
 
     max_new_tokens: int = 256
@@ -45,11 +46,16 @@ class Decoding:
     min_p: float = 0.0
     batch_size: int = 32
     span: int = 32
+    template_mode: str | None = None
 
     def __post_init__(self):
         for name in ("max_new_tokens", "batch_size", "span"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; expected at least 1.")
+        if self.template_mode not in TEMPLATE_MODES:
+            raise ValueError(
+                f"`template_mode` is {self.template_mode!r}; expected one of {[m for m in TEMPLATE_MODES if m]}."
+            )
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; expected 0 (greedy) or above.")
 
@@ -176,7 +182,9 @@ def generate_responses(
     not fit into memory.
     """
     decoding = decoding or Decoding()
-    encoded = sorted(((encode_prompt(tokenizer, p), p) for p in prompts), key=lambda pair: -len(pair[0]))
+    encoded = sorted(
+        ((encode_prompt(tokenizer, p, decoding.template_mode), p) for p in prompts), key=lambda pair: -len(pair[0])
+    )
     with tqdm(total=len(prompts), desc="responses", unit="prompt", disable=quiet) as bar:
         for start in range(0, len(encoded), decoding.batch_size):
             batch = encoded[start : start + decoding.batch_size]

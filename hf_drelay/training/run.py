@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
 
 from hf_drelay.evaluation.records import environment, replace_file, write_json
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
@@ -23,6 +23,9 @@ from .data import ResponseExample, frequent_tokens, load_responses, split_by_pro
 from .trainer import DRelayTrainer
 
 
+logger = logging.get_logger(__name__)
+
+
 def load_target(config: DRelayTrainingConfig):
     """The frozen target of a run with its tokenizer, on the device of the run. Returns `(model, tokenizer)`."""
     dtype = getattr(torch, config.target_dtype)
@@ -32,13 +35,15 @@ def load_target(config: DRelayTrainingConfig):
     return model.eval(), AutoTokenizer.from_pretrained(config.target)
 
 
-def load_examples(config: DRelayTrainingConfig, tokenizer) -> tuple[list[ResponseExample], list[ResponseExample]]:
-    """Training and held-out examples."""
+def load_examples(
+    config: DRelayTrainingConfig, tokenizer, mode: str | None = None
+) -> tuple[list[ResponseExample], list[ResponseExample]]:
+    """Training and held-out examples, in a chat template of that `mode`."""
     if not config.responses:
         raise ValueError("`responses` names no file; make some with `hf-drelay prepare-data`.")
-    examples = load_responses(config.responses, tokenizer, config.max_length)
+    examples = load_responses(config.responses, tokenizer, config.max_length, mode=mode)
     if config.held_out:
-        held_out = load_responses(config.held_out, tokenizer, config.max_length)
+        held_out = load_responses(config.held_out, tokenizer, config.max_length, mode=mode)
         prompts = {example.prompt for example in held_out}
         train = [example for example in examples if example.prompt not in prompts]
     else:
@@ -49,6 +54,13 @@ def load_examples(config: DRelayTrainingConfig, tokenizer) -> tuple[list[Respons
             f"{config.num_held_out}); give more responses."
         )
     return train, held_out
+
+
+def starting_config(config: DRelayTrainingConfig, target_config) -> DRelayConfig:
+    """Configuration of the drafter that a run starts from."""
+    if config.drafter is not None:
+        return DRelayConfig.from_pretrained(config.drafter)
+    return drafter_config(config, target_config)
 
 
 def drafter_config(config: DRelayTrainingConfig, target_config) -> DRelayConfig:
@@ -85,7 +97,8 @@ def build_drafter(config: DRelayTrainingConfig, target, train_examples: list[Res
 def build_trainer(config: DRelayTrainingConfig):
     """Everything of a run, ready to start. Returns `(trainer, tokenizer)`."""
     target, tokenizer = load_target(config)
-    train_examples, held_out = load_examples(config, tokenizer)
+    mode = starting_config(config, target.config).chat_template_mode
+    train_examples, held_out = load_examples(config, tokenizer, mode)
     drelay = build_drafter(config, target, train_examples)
     return DRelayTrainer(drelay, target, config, train_examples, held_out), tokenizer
 
@@ -102,7 +115,7 @@ def train(config: DRelayTrainingConfig) -> Path:
     _claim(output, config)
     started = time.perf_counter()
     trainer, _ = build_trainer(config)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)))
+    trainer.train(resume_from_checkpoint=last_checkpoint(output))
     trainer.evaluate()
     if trainer.is_world_process_zero():
         trainer.model.requires_grad_(True)
@@ -120,6 +133,19 @@ def train(config: DRelayTrainingConfig) -> Path:
         shutil.copyfile(output / "training_log.json", output / "drafter" / "training_log.json")
         shutil.copyfile(output / "recipe.yaml", output / "drafter" / "recipe.yaml")
     return output / "drafter"
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """Newest checkpoint that was written to its end; the state is written last."""
+    found = sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for path in found:
+        try:
+            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            logger.warning(f"hf_drelay: `{path}` was not written to its end; going on from the one before.")
+            continue
+        return str(path)
+    return None
 
 
 def recipe(config: DRelayTrainingConfig) -> dict:
@@ -147,7 +173,7 @@ def _claim(output: Path, config: DRelayTrainingConfig) -> None:
     """Note the recipe in the folder of the run; refuse one that holds checkpoints of another recipe."""
     file = output / "recipe.yaml"
     own = recipe(config)
-    if file.exists() and get_last_checkpoint(str(output)) is not None:
+    if file.exists() and last_checkpoint(output) is not None:
         other = yaml.safe_load(file.read_text(encoding="utf-8"))
         different = sorted(name for name in {**own, **other} if own.get(name) != other.get(name))
         if different:
@@ -156,5 +182,7 @@ def _claim(output: Path, config: DRelayTrainingConfig) -> None:
                 f"({other.get(different[0])!r}, now {own.get(different[0])!r}); give another folder, or the same "
                 "arguments to go on."
             )
+    if config.process_index > 0:
+        return
     text = yaml.safe_dump(own, sort_keys=False, allow_unicode=True)
     replace_file(file, lambda part: part.write_text(text, encoding="utf-8"))

@@ -7,6 +7,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer
+from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.utils import logging
 
 from hf_drelay.evaluation.replay import replay
@@ -54,6 +55,28 @@ def collate(rows: list[dict]) -> dict:
     }
 
 
+class GroupedByLength(torch.utils.data.Sampler):
+    """
+    Sequences of similar length in one batch, in an order that depends on seed and epoch alone. The sampler of
+    transformers draws it from the global random generator, so that a resumed run would see another order.
+    """
+
+    def __init__(self, lengths: list[int], batch_size: int, seed: int):
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the host before each epoch."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(_number(self.seed, self.epoch, "order"))
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
+
+
 class DRelayTrainer(Trainer):
     """
     Trainer of one drafter for one frozen target.
@@ -67,10 +90,22 @@ class DRelayTrainer(Trainer):
     """
 
     def __init__(self, model, target, args: DRelayTrainingConfig, train_examples, held_out, features=None, **kwargs):
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} GPUs are visible to one process; start one process for each (`torchrun "
+                f"--nproc_per_node {args.n_gpu} -m hf_drelay.cli train ...`), or set `CUDA_VISIBLE_DEVICES=0`."
+            )
+        if args.freeze_backbone and model.selector is None:
+            raise ValueError("`freeze_backbone=True` trains the selector alone, but this drafter has none.")
         target.requires_grad_(False).eval()
         self.target = target
         self.adapter = model.adapter(target)
         greedy = [e for e in held_out if e.mode == "greedy"]
+        if not greedy:
+            raise ValueError(
+                f"None of the {len(held_out)} held-out responses is a greedy one, so replay τ cannot be measured; "
+                "raise `num_held_out`, or name greedy responses with `held_out`."
+            )
         # Spread over the files, which hold one kind of prompt each.
         self.held_out = greedy[:: max(1, len(greedy) // args.num_replayed)][: args.num_replayed]
         self.clock = PhaseClock()
@@ -102,7 +137,8 @@ class DRelayTrainer(Trainer):
         folder = None
         if args.feature_folder is not None:
             width = len(taps) * self.model.config.hidden_size
-            needed = feature_bytes(dataset.num_tokens, width, num_soft, self.target.dtype.itemsize)
+            # Shuffling brings nearly every sequence to every process in the end.
+            needed = feature_bytes(dataset.num_tokens, width, num_soft, self.target.dtype.itemsize) * args.world_size
             if needed > args.feature_folder_bytes:
                 raise ValueError(
                     f"`feature_folder` would take {needed / 1e9:.1f} GB, but `feature_folder_bytes` allows "
@@ -120,7 +156,18 @@ class DRelayTrainer(Trainer):
 
     def train(self, *args, **kwargs):
         self.clock = PhaseClock()
-        return super().train(*args, **kwargs)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.features.folder is not None:
+                self.features.folder.flush()
+
+    def _get_train_sampler(self, train_dataset=None):
+        if self.args.train_sampling_strategy != "group_by_length":
+            return super()._get_train_sampler(train_dataset)
+        lengths = [len(row["input_ids"]) for row in self.train_dataset]
+        batch_size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return GroupedByLength(lengths, batch_size, self.args.seed)
 
     @property
     def progress(self) -> float:
@@ -175,6 +222,7 @@ class DRelayTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """Replay τ of the held-out responses, with all parts that are trained and with the backbone alone."""
+        self.clock.lap("backward")
         self.model.eval()
         with_selector = self.model.selector is not None and self.args.train_selector
         metrics = {}

@@ -105,8 +105,8 @@ class TestTrain:
 
 
 class TestCheck:
-    def test_sound_run_passes(self, recipe_file):
-        result = run("check", "--config", recipe_file)
+    def test_sound_run_passes(self, recipe_file, written_file):
+        result = run("check", "--config", recipe_file, "--responses", written_file)
         assert result.exit_code == 0, result.output
         assert result.output.count("fine ") == 6
 

@@ -51,6 +51,12 @@ def write_jsonl(path: Path, rows) -> Path:
 
 
 class TestReadJsonl:
+    def test_damaged_file_is_named(self, tmp_path):
+        path = write_jsonl(tmp_path / "rows.jsonl.gz", [{"prompt": str(i)} for i in range(500)])
+        path.write_bytes(path.read_bytes()[:-40])
+        with pytest.raises(ValueError, match="rows.jsonl.gz is damaged"):
+            list(read_jsonl(path))
+
     @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
     def test_rows_are_read_from_plain_and_compressed_files(self, tmp_path, name):
         rows = [{"prompt": "ä"}, {"prompt": "b"}]

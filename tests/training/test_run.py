@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_drelay import DRelayModel
 from hf_drelay.training.check import check_run
@@ -107,6 +107,37 @@ class TestResume:
         train(DRelayTrainingConfig(**recipe))
         torch.testing.assert_close(load_file(folder / "model.safetensors"), before, rtol=0, atol=0)
 
+    @pytest.mark.parametrize("sampling", ["random", "group_by_length"])
+    def test_run_that_stopped_in_its_second_epoch_ends_with_the_same_weights(self, recipe, tmp_path, sampling):
+        recipe = recipe | {"max_steps": 12, "save_steps": 8, "train_sampling_strategy": sampling}
+        train(DRelayTrainingConfig(**recipe))
+        parts = recipe | {"output_dir": str(tmp_path / "parts")}
+
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if state.global_step == 9:
+                    raise KeyboardInterrupt
+
+        stopped, _ = build_trainer(DRelayTrainingConfig(**parts))
+        stopped.add_callback(Stop())
+        with pytest.raises(KeyboardInterrupt):
+            stopped.train()
+        torch.manual_seed(123)  # another process would not be in this state
+        train(DRelayTrainingConfig(**parts))
+        weights = [load_file(Path(run["output_dir"], "checkpoint-12", "model.safetensors")) for run in (parts, recipe)]
+        torch.testing.assert_close(*weights, rtol=0, atol=1e-6)
+
+    def test_checkpoint_that_was_cut_off_is_passed_over(self, recipe, caplog):
+        train(DRelayTrainingConfig(**recipe))
+        state = Path(recipe["output_dir"], "checkpoint-6", "trainer_state.json")
+        state.write_text(state.read_text()[:50])
+        train(DRelayTrainingConfig(**recipe))
+        assert "was not written to its end" in caplog.text
+
+    def test_best_checkpoint_can_be_chosen_by_replay(self, recipe):
+        options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+        train(DRelayTrainingConfig(**recipe | options))
+
     def test_folder_of_another_recipe_is_refused(self, recipe):
         train(DRelayTrainingConfig(**recipe))
         with pytest.raises(ValueError, match="another `learning_rate` .0.01, now 0.02."):
@@ -143,50 +174,78 @@ class TestProcesses:
 
 
 class TestCheck:
-    def test_sound_run_passes(self, recipe):
-        trainer, tokenizer = build_trainer(DRelayTrainingConfig(**recipe))
+    def test_sound_run_passes(self, recipe, written_file):
+        trainer, _ = build_trainer(DRelayTrainingConfig(**recipe | {"responses": [str(written_file)]}))
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        findings = list(check_run(trainer, tokenizer, num_steps=15))
-        assert [f.name for f in findings] == ["template", "taps", "mask token", "vocabulary", "positions", "learning"]
+        findings = list(check_run(trainer, num_steps=15))
+        assert [f.name for f in findings] == ["text", "taps", "mask token", "vocabulary", "positions", "learning"]
         assert not [f for f in findings if not f.is_fine]
         torch.testing.assert_close(trainer.model.state_dict(), before, rtol=0, atol=0)
 
-    def findings(self, trainer, tokenizer) -> set[str]:
-        return {f.name for f in check_run(trainer, tokenizer, num_steps=2) if not f.is_fine}
+    def findings(self, trainer) -> set[str]:
+        return {f.name for f in check_run(trainer, num_steps=2) if not f.is_fine}
 
-    def test_wrong_template_is_found(self, recipe):
-        trainer, tokenizer = build_trainer(DRelayTrainingConfig(**recipe))
-        tokenizer.chat_template = tokenizer.chat_template.replace("<user>", "<bos>")
-        assert "template" in self.findings(trainer, tokenizer)
+    def test_text_that_the_target_would_not_write_is_found(self, recipe):
+        assert "text" in self.findings(build_trainer(DRelayTrainingConfig(**recipe))[0])
 
     def test_shortlist_that_misses_much_is_found(self, recipe):
         fields = recipe["drafter_config"] | {"draft_vocab_size": 8}
-        trainer, tokenizer = build_trainer(DRelayTrainingConfig(**recipe | {"drafter_config": fields}))
-        assert "vocabulary" in self.findings(trainer, tokenizer)
+        trainer, _ = build_trainer(DRelayTrainingConfig(**recipe | {"drafter_config": fields}))
+        assert "vocabulary" in self.findings(trainer)
 
     def test_mask_token_without_an_embedding_is_found(self, recipe):
         fields = recipe["drafter_config"] | {"use_mask_embedding": False, "mask_token_id": 0}
-        trainer, tokenizer = build_trainer(DRelayTrainingConfig(**recipe | {"drafter_config": fields}))
+        trainer, _ = build_trainer(DRelayTrainingConfig(**recipe | {"drafter_config": fields}))
         trainer.target.get_input_embeddings().weight.data[0] = 0
-        assert "mask token" in self.findings(trainer, tokenizer)
+        assert "mask token" in self.findings(trainer)
 
     def test_positions_that_drafting_does_not_share_are_found(self, recipe, monkeypatch):
-        trainer, tokenizer = build_trainer(DRelayTrainingConfig(**recipe))
+        trainer, _ = build_trainer(DRelayTrainingConfig(**recipe))
         rows = trainer.objective.block_rows
         monkeypatch.setattr(
             trainer.objective, "block_rows", lambda states, ids, anchors: rows(states, ids, anchors - 1)
         )
-        assert "positions" in self.findings(trainer, tokenizer)
+        assert "positions" in self.findings(trainer)
 
     def test_drafter_that_does_not_learn_is_found(self, recipe):
-        trainer, tokenizer = build_trainer(DRelayTrainingConfig(**recipe))
+        trainer, _ = build_trainer(DRelayTrainingConfig(**recipe))
         for p in trainer.model.parameters():
             p.requires_grad_(False)
         trainer.model.drafter.norm.weight.requires_grad_(True)
-        assert "learning" in self.findings(trainer, tokenizer)
+        assert "learning" in self.findings(trainer)
+
+
+class TestImpossibleRuns:
+    @pytest.mark.parametrize(
+        ("fields", "match"),
+        [
+            ({"freeze_backbone": True, "selector_start": 0.5}, "`selector_start` 0.5 has nothing to train before it"),
+            ({"repair_weight": 0.0}, "`repair_weight` 0.0 leaves the selector without a loss"),
+            ({"target_dtype": "bf16"}, "`target_dtype` is 'bf16'; expected float32"),
+            ({"num_replayed": 0}, "`num_replayed` is 0"),
+        ],
+    )
+    def test_configuration_raises(self, recipe, fields, match):
+        with pytest.raises(ValueError, match=match):
+            DRelayTrainingConfig(**recipe | fields)
+
+    def test_frozen_backbone_without_a_selector_raises(self, recipe):
+        fields = recipe["drafter_config"] | {"use_selector": False}
+        with pytest.raises(ValueError, match="`freeze_backbone=True` .* this drafter has none"):
+            build_trainer(DRelayTrainingConfig(**recipe | {"drafter_config": fields, "freeze_backbone": True}))
+
+    def test_held_out_responses_without_a_greedy_one_raise(self, recipe, responses_file, tmp_path):
+        path = tmp_path / "sampled.jsonl"
+        path.write_text(responses_file.read_text().replace("greedy", "sample"))
+        with pytest.raises(ValueError, match="None of the 2 held-out responses is a greedy one"):
+            build_trainer(DRelayTrainingConfig(**recipe | {"responses": [str(path)]}))
 
 
 class TestPlan:
+    def test_processes_multiply_the_batch(self, recipe):
+        config = DRelayTrainingConfig(**recipe)
+        assert plan_run(config, 8)["steps"].startswith("6 of 16 sequences")
+
     @pytest.mark.parametrize("path", sorted(Path("examples/recipes").glob("*.yaml")), ids=lambda path: path.stem)
     def test_every_recipe_can_be_planned_without_its_data(self, path):
         rows = plan_run(DRelayTrainingConfig.from_yaml(path, use_cpu=True))
@@ -203,6 +262,11 @@ class TestPlan:
 
 
 class TestRecipeFiles:
+    def test_numbers_without_a_point_are_numbers(self, tmp_path):
+        path = tmp_path / "r.yaml"
+        path.write_text("learning_rate: 1e-3\n")
+        assert read_yaml(path) == {"learning_rate": 1e-3}
+
     def test_unknown_argument_is_named(self, tmp_path):
         path = write_recipe({"lerning_rate": 1}, tmp_path)
         with pytest.raises(ValueError, match="sets `lerning_rate`, which is no argument"):

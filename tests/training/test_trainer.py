@@ -70,6 +70,7 @@ def make_trainer(target, folder, drelay=None, examples=None, held_out=None, **op
         "use_cpu": True,
         "disable_tqdm": True,
     }
+    arguments["least_acceptance_length"] = 0.0  # random drafters are hopeless
     config = DRelayTrainingConfig(output_dir=str(folder), **arguments | options)
     examples = make_examples() if examples is None else examples
     held_out = make_examples(2) if held_out is None else held_out
