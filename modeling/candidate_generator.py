@@ -12,6 +12,7 @@ from transformers.utils import logging
 from .compat import hidden_states_request
 from .draft_session import DraftSession
 from .draft_statistics import DraftStatistics, PhaseClock
+from .draft_trace import DraftTrace
 from .modeling_base import DraftBlock
 from .proposal import Proposal, is_stateless
 from .target_adapter import TargetAdapter
@@ -47,6 +48,7 @@ class DRelayCandidateGenerator:
         self.can_draft = self._check_criteria(generation_config) and self._check_processors(logits_processor)
         self.clock = PhaseClock(enabled=options.profile)
         self.statistics = DraftStatistics(phase_ms=self.clock.phase_ms)
+        self.trace = DraftTrace() if options.trace else None
         self.session = DraftSession(model.drafter, adapter, self.clock)
         # A stop string cuts drafts by their content. With q handed over that would bias the output, so those calls
         # propose greedily: the target then samples at every position and a draft counts while it is equal.
@@ -88,8 +90,11 @@ class DRelayCandidateGenerator:
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         """Called by the host's loop after each verification; `input_ids` `(1, T)` ends with the committed tokens."""
+        committed_ids = input_ids[0, -(int(num_matches) + 1) :].tolist()
+        if self.trace is not None:
+            self.trace.add_round(self._blocks, committed_ids)
         if self._is_prompt_fed:  # the prefill is no round
-            self.record_round(input_ids[0, -(int(num_matches) + 1) :].tolist())
+            self.record_round(committed_ids)
 
     def record_round(self, committed_ids: list[int]) -> None:
         """Count the round that was just verified."""

@@ -22,6 +22,7 @@ class DraftOptions:
         max_stages (`int`): Limit of stages in a round.
         use_selector (`bool`): Off drafts with the backbone alone.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
+        trace (`bool`): Keep every round's pools and choices in the view's `trace`, for displays and analyses.
     """
 
     proposal: str
@@ -30,6 +31,7 @@ class DraftOptions:
     max_stages: int
     use_selector: bool
     profile: bool = False
+    trace: bool = False
 
     def __post_init__(self):
         check_draft_options(self.proposal, self.num_draft_tokens, self.loop_gate, self.max_stages)
@@ -45,6 +47,8 @@ class DraftView:
 
     Attributes:
         statistics (`DraftStatistics`): Of the last call.
+        trace (`DraftTrace`, *optional*): Rounds of the current or last call, with `trace=True` only. It may be read from
+            another thread while the call runs.
     """
 
     def __init__(self, model, **options):
@@ -52,12 +56,13 @@ class DraftView:
         unknown = set(options) - names
         if unknown:
             raise TypeError(f"`with_options` got unknown option `{unknown.pop()}`; it takes {sorted(names)}.")
-        defaults = {name: getattr(model.config, name) for name in names - {"profile"}}
+        defaults = {name: getattr(model.config, name) for name in names - {"profile", "trace"}}
         self.model = model
         self.options = DraftOptions(**(defaults | options))
         if options.get("use_selector") and model.selector is None:
             raise ValueError("`use_selector` is True, but this drafter has no selector; leave the option out.")
         self.statistics = DraftStatistics()
+        self.trace = None
 
     @property
     def config(self):
@@ -148,6 +153,7 @@ class DraftView:
             stopping_criteria=call.get("stopping_criteria"),
         )
         self.statistics = generator.statistics
+        self.trace = generator.trace
         return generator
 
 

@@ -44,7 +44,7 @@ class DRelayModel(DRelayPreTrainedModel):
         A light view with its own drafting options and statistics; the weights are shared.
 
         Args:
-            options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `use_selector`, `profile`, see
+            options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `use_selector`, `profile`, `trace`, see
                 [`DraftOptions`]. What is not given keeps the value of the configuration.
         """
         return DraftView(self, **options)
@@ -158,6 +158,8 @@ class DRelayModel(DRelayPreTrainedModel):
             context_features=rows[:, :num_tokens],
             slot_log_confidence=logits.log_softmax(dim=-1).gather(2, picked)[..., 0] + pool_mass,
             remember=lambda n: head.remember(state, path[:, :n]),
+            pool_log_probs=pool.log_probs[:, :num_tokens],
+            selection_logits=logits,
         )
 
 
