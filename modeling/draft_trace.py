@@ -55,7 +55,8 @@ class TracedRound:
     One forward of the target.
 
     Attributes:
-        stages (`tuple[TracedStage]`): What was drafted before it; empty for the prefill and for rounds without a draft.
+        stages (`tuple[TracedStage]`): What was drafted before it; empty for the prefill and for rounds without
+            a draft.
         committed_ids (`tuple[int]`): Tokens that it added to the text.
     """
 

@@ -47,8 +47,8 @@ class DraftView:
 
     Attributes:
         statistics (`DraftStatistics`): Of the last call.
-        trace (`DraftTrace`, *optional*): Rounds of the current or last call, with `trace=True` only. It may be read from
-            another thread while the call runs.
+        trace (`DraftTrace`, *optional*): Rounds of the current or last call, with `trace=True` only. Another thread
+            may read it while the call runs.
     """
 
     def __init__(self, model, **options):

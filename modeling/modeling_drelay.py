@@ -44,8 +44,8 @@ class DRelayModel(DRelayPreTrainedModel):
         A light view with its own drafting options and statistics; the weights are shared.
 
         Args:
-            options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `use_selector`, `profile`, `trace`, see
-                [`DraftOptions`]. What is not given keeps the value of the configuration.
+            options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `use_selector`, `profile`,
+                `trace`, see [`DraftOptions`]. What is not given keeps the value of the configuration.
         """
         return DraftView(self, **options)
 

@@ -1,0 +1,1 @@
+"""Publishing drafters, and converting the formats of others."""
