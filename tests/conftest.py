@@ -27,15 +27,15 @@ def tiny_folders(tmp_path_factory) -> SimpleNamespace:
     """
     Folders of a tiny target with a tokenizer (one letter for each token) and of a drafter for it.
 
-    The vocabulary is so small that drafts with random weights are sometimes right, and a selector with random weights
-    repairs some slots rightly and others harmfully.
+    Weights are random, but token tables so wide that both models look mostly at the last token: some drafts are
+    right, and the selector repairs some slots rightly and others harmfully.
     """
     from hf_drelay import DRelayConfig, DRelayModel
 
     root = tmp_path_factory.mktemp("tiny")
-    torch.manual_seed(0)
+    torch.manual_seed(2)  # of a few tried, one with every origin of tokens in its texts
     config = LlamaConfig(
-        vocab_size=12,
+        vocab_size=24,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=3,
@@ -45,11 +45,14 @@ def tiny_folders(tmp_path_factory) -> SimpleNamespace:
         bos_token_id=0,
         eos_token_id=None,
         pad_token_id=0,
-        initializer_range=0.3,
+        initializer_range=0.25,
     )
     target = LlamaForCausalLM(config)
+    with torch.no_grad():
+        target.lm_head.weight.normal_()[0] = 0  # the unknown token, which has no letter
+        target.model.embed_tokens.weight.normal_()
     target.save_pretrained(root / "target")
-    letters = {"<unk>": 0} | {letter: i + 1 for i, letter in enumerate("abcdefghijk")}
+    letters = {"<unk>": 0} | {letter: i + 1 for i, letter in enumerate("abcdefghijklmnopqrstuvw")}
     backend = Tokenizer(WordLevel(letters, unk_token="<unk>"))
     backend.pre_tokenizer = Split(Regex("."), "isolated")
     backend.decoder = Fuse()
@@ -58,13 +61,15 @@ def tiny_folders(tmp_path_factory) -> SimpleNamespace:
     tokenizer.save_pretrained(root / "target")
     drafter_config = DRelayConfig.for_target(
         config,
-        num_hidden_layers=2,
-        block_size=5,
+        num_hidden_layers=1,
+        layout="shifted",
+        block_size=4,
         pool_size=8,
         selector_hidden_size=32,
         selector_num_layers=1,
         pair_rank=8,
         history_window=12,
+        num_draft_tokens=1,
         target_name_or_path=str(root / "target"),
     )
     drelay = DRelayModel(drafter_config)
@@ -72,6 +77,6 @@ def tiny_folders(tmp_path_factory) -> SimpleNamespace:
         drelay.drafter.mask_embedding.normal_()
         for name, parameter in drelay.selector.named_parameters():
             if "norm" not in name:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+                parameter.normal_(std=0.8 * parameter.shape[-1] ** -0.5)
     drelay.save_pretrained(root / "drafter")
     return SimpleNamespace(target=root / "target", drafter=root / "drafter")

@@ -25,4 +25,4 @@ def token_pieces(tokenizer, token_ids: list[int]) -> list[str]:
 
 def visible(text: str) -> str:
     """A token's text with white space made visible."""
-    return text.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥") or "∅"
+    return text.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥") or "∅"
