@@ -120,7 +120,7 @@ def test_every_package_is_installed():
     parser.read(ROOT / "setup.cfg")
     listed = set(parser["options"]["packages"].split())
     folders = {".".join(path.relative_to(ROOT).parts[:-1]) for path in PACKAGE_FILES}
-    assert listed == folders | {"hf_drelay.modeling"}
+    assert listed == folders | {"hf_drelay.modeling", "hf_drelay.hub.templates"}
 
 
 def test_import_of_the_package_is_light():

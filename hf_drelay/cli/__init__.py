@@ -7,6 +7,7 @@ import typer
 
 from .environment import env
 from .generate import generate
+from .hub import demo, push
 
 
 app = typer.Typer(
@@ -15,5 +16,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, env):
+for command in (generate, env, push, demo):
     app.command()(command)

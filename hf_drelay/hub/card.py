@@ -77,7 +77,9 @@ def result_files(folder: Path, words: dict) -> list[Path]:
     paths = [(Path(folder) / name).resolve() for name in words["results"]]
     for path in paths:
         if not path.is_file():
-            raise OSError(f"`results` of {Path(folder) / CARD_FILE} names {path}, which does not exist; measure first.")
+            raise OSError(
+                f"`results` of {Path(folder) / CARD_FILE} names {path}, which does not exist; measure first."
+            )
     return paths
 
 
@@ -96,14 +98,18 @@ def render_card(folder: str | Path, repo_id: str | None = None) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     records = read_records(result_files(folder, words))
     template = files("hf_drelay.hub.templates").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
-    content = _environment().from_string(template).render(
-        card=words,
-        config=config,
-        repo_id=repo_id,
-        config_rows=_config_rows(config, folder),
-        recipe_rows=_recipe_rows(folder),
-        results=results_section(records),
-        citation=_CITATION,
+    content = (
+        _environment()
+        .from_string(template)
+        .render(
+            card=words,
+            config=config,
+            repo_id=repo_id,
+            config_rows=_config_rows(config, folder),
+            recipe_rows=_recipe_rows(folder),
+            results=results_section(records),
+            citation=_CITATION,
+        )
     )
     data = card_data(words, config, records, repo_id)
     return f"---\n{data.to_yaml()}\n---\n\n{content.rstrip()}\n"
@@ -149,7 +155,9 @@ def eval_result_files(folder: str | Path) -> dict[str, str]:
                 notes=entry["notes"],
             )
         )
-    return {f"{name}.yaml": yaml.safe_dump(entries_to_yaml(entries), sort_keys=False) for name, entries in found.items()}
+    return {
+        f"{name}.yaml": yaml.safe_dump(entries_to_yaml(entries), sort_keys=False) for name, entries in found.items()
+    }
 
 
 def check_card(text: str) -> None:
