@@ -36,8 +36,8 @@ def results_section(records: dict[str, list[dict]]) -> str:
         command = records["lossless"][0]["command"]
         parts.append(
             f"Losslessness, {name}: {counts['num_prompts']} prompts, {counts['num_tokens']} tokens, "
-            f"{counts['num_different']} outputs differ from plain decoding, {counts['num_unexplained']} of them by more "
-            f"than rounding (`python {command}`)."
+            f"{counts['num_different']} outputs differ from plain decoding, {counts['num_unexplained']} of them by "
+            f"more than rounding (`python {command}`)."
         )
     return "\n\n".join(parts) if parts else "Not measured yet."
 
