@@ -2,7 +2,8 @@
 
     python examples/01_generate.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Prints the answer, then the acceptance length.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Prints the answer, then the acceptance length.
 """
 
 from hf_drelay import DRelayModel, load_demo_target

@@ -2,7 +2,8 @@
 
     python examples/02_stream.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Words appear in groups: a round commits several tokens at once.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Words appear in groups: a round commits several tokens at once.
 """
 
 from transformers import TextStreamer

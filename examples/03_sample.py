@@ -2,7 +2,8 @@
 
     python examples/03_sample.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Prints one text and the acceptance length of both proposals.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Prints one text and the acceptance length of both proposals.
 """
 
 from transformers import set_seed

@@ -2,7 +2,8 @@
 
     python examples/04_dloop.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Prints a line for each gate; the text is always the same.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Prints a line for each gate; the text is always the same.
 """
 
 from hf_drelay import DRelayModel, load_demo_target

@@ -2,7 +2,8 @@
 
     python examples/05_pipeline.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Prints the answer of the pipeline.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Prints the answer of the pipeline.
 """
 
 from transformers import pipeline

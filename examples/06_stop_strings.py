@@ -2,7 +2,8 @@
 
     python examples/06_stop_strings.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Prints a text that ends at the first full stop.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Prints a text that ends at the first full stop.
 """
 
 from hf_drelay import DRelayModel, load_demo_target

@@ -2,7 +2,8 @@
 
     python examples/07_benchmark.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Prints tokens/s with and without the drafter; scripts/benchmark_demo.py is the full measurement.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Prints tokens/s with and without the drafter. The full measurement is scripts/benchmark_demo.py.
 """
 
 from hf_drelay import DRelayModel, load_demo_target

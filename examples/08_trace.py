@@ -2,7 +2,8 @@
 
     python examples/08_trace.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Prints a line for each round.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Prints a line for each round.
 """
 
 from hf_drelay import DRelayModel, load_demo_target

@@ -2,7 +2,8 @@
 
     python examples/09_push_dry_run.py
 
-Needs: the demo target, fetched on first use; a CPU is enough. Prints the checked files. The same in a shell: hf-drelay push FOLDER --dry-run --output DIR.
+Needs: the demo target, fetched on first use; a CPU is enough.
+Prints the checked files. The same in a shell: hf-drelay push FOLDER --dry-run --output DIR.
 """
 
 import tempfile

@@ -37,6 +37,7 @@ class DRelayModel(DRelayPreTrainedModel):
         )
         self.head_rows = HeadRows()
         self.default_view = DraftView(self)
+        self.model_tags = ["speculative-decoding", "draft-model", "custom_code", "hf-drelay"]  # for `push_to_hub`
         self.post_init()
 
     def with_options(self, **options) -> DraftView:

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from hf_drelay import DRelayModel
 from hf_drelay.cli import app
 from hf_drelay.hub.check import check_files, check_loads_and_is_lossless, code_problems
 from hf_drelay.hub.push import build_repository, check_repository, push
@@ -85,9 +87,8 @@ def test_large_weights_are_split_and_keep_their_values_and_types(checkpoint, tmp
     loaded = {name: tensor for path in shards for name, tensor in load_file(path).items()}
     assert loaded.keys() == half.keys()
     assert all(torch.equal(loaded[name], half[name]) and loaded[name].dtype == torch.bfloat16 for name in half)
-    assert check_loads_and_is_lossless(
-        repository, json.loads((repository / "config.json").read_text())["target_name_or_path"], num_tokens=8
-    )
+    target = json.loads((repository / "config.json").read_text())["target_name_or_path"]
+    assert check_loads_and_is_lossless(repository, target, num_tokens=8)
 
 
 def test_a_folder_that_does_not_load_is_refused(repository):
@@ -97,12 +98,11 @@ def test_a_folder_that_does_not_load_is_refused(repository):
 
 
 def test_a_folder_that_is_not_lossless_is_refused(repository):
-    """Code that appends a token of its own to every round stands for any fault of the loop."""
+    """A copy of the code that changes the target's logits stands for any fault of the loop."""
     view = repository / "draft_view.py"
     source = view.read_text()
     marker = "        self.statistics = generator.statistics\n"
     assert marker in source
-    fault = "        adapter.target.lm_head.bias = None\n"
     fault = (
         marker + "        processors = logits_processor\n"
         "        processors.append(lambda ids, scores: scores.roll(1, dims=-1))\n"
@@ -189,6 +189,26 @@ def test_file_of_another_kind_is_found(repository, name):
 def test_lint_finds_what_the_hub_misreads(source):
     assert code_problems(source, {"compat"})
     assert not code_problems("import torch\nfrom .compat import x", {"compat"})
+
+
+def test_push_to_hub_of_the_model_uploads_code_tags_and_weights(tiny_folders, monkeypatch):
+    drelay = DRelayModel.from_pretrained(tiny_folders.drafter)
+    seen = {}
+
+    def upload(self, working_dir, repo_id, *arguments, **options):
+        seen["names"] = {path.name for path in Path(working_dir).iterdir()}
+        seen["card"] = (Path(working_dir) / "README.md").read_text()
+
+    def stub_card(repo_id, tags=None, token=None):
+        return ModelCard.from_template(ModelCardData(tags=tags), template_str="---\n{{ card_data }}\n---\n")
+
+    api = SimpleNamespace(create_repo=lambda *a, **k: SimpleNamespace(repo_id="owner/tiny"))
+    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: api)
+    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", stub_card)
+    monkeypatch.setattr(type(drelay), "_upload_modified_files", upload)
+    drelay.push_to_hub("owner/tiny")
+    assert {"config.json", "model.safetensors", "modeling_drelay.py", "draft_trace.py"} <= seen["names"]
+    assert all(tag in seen["card"] for tag in ("speculative-decoding", "custom_code", "hf-drelay"))
 
 
 def test_push_uploads_the_folder_with_its_options(repository, checkpoint, monkeypatch):
