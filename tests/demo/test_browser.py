@@ -11,7 +11,7 @@ from hf_drelay.demo.app import build_app
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-WAIT_MS = 30_000
+WAIT_MS = 120_000  # machines that run tests are often busy
 ROUND = "#dr-chat [data-round]"
 
 pytestmark = [
