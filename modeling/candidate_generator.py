@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from .compat import hidden_states_request
 from .draft_statistics import DraftStatistics, PhaseClock
+from .draft_trace import DraftTrace
 from .draft_tree import DraftTree
 from .modeling_base import DraftBlock
 from .proposal import Proposal, is_stateless
@@ -70,6 +71,7 @@ class DRelayCandidateGenerator:
         )
         self.clock = clock or PhaseClock(enabled=options.profile)
         self.statistics = statistics or DraftStatistics(phase_ms=self.clock.phase_ms)
+        self.trace = DraftTrace() if options.trace else None
         self.cost_model = cost_model
         self.session = model.new_session(adapter, self.clock)
         # A stop string cuts drafts by their content. With q handed over that would bias the output, so those calls
@@ -128,11 +130,21 @@ class DRelayCandidateGenerator:
 
     def update_candidate_strategy(self, input_ids, scores, num_matches) -> None:
         """Called by the host's loop after each verification; `input_ids` `(1, T)` ends with the committed tokens."""
-        if self._is_prompt_fed:  # the prefill is no round
-            self.record_round(input_ids[0, -(int(num_matches) + 1) :].tolist())
+        committed_ids = input_ids[0, -(int(num_matches) + 1) :].tolist()
+        if self._is_prompt_fed:
+            self.record_round(committed_ids)
+        else:
+            self.record_prefill(committed_ids)
+
+    def record_prefill(self, committed_ids: list[int]) -> None:
+        """Note the token that the prefill yields, which is no round."""
+        if self.trace is not None:
+            self.trace.add_round([], committed_ids)
 
     def record_round(self, committed_ids: list[int]) -> None:
         """Count the round that was just verified."""
+        if self.trace is not None:
+            self.trace.add_round(self._blocks, committed_ids)
         if not self._blocks:
             self.statistics.num_plain_rounds += 1
             return

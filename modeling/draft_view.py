@@ -32,6 +32,8 @@ class DraftOptions:
         confidence_threshold (`float`): With a confidence head (DSpark): end a stage before the first slot whose
             confidence is below this; 0 is off.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
+        trace (`bool`): Keep every round's pools and choices, of the first row of a batch, in the view's `trace`, for
+            displays and analyses.
     """
 
     proposal: str
@@ -43,11 +45,14 @@ class DraftOptions:
     tree_budget: int | None = None
     decoding_loop: str = "own"
     profile: bool = False
+    trace: bool = False
 
     def __post_init__(self):
         check_draft_options(self.proposal, self.num_draft_tokens, self.loop_gate, self.max_stages)
         check_loop_options(self.decoding_loop, self.tree_budget, self.proposal)
         check_confidence_threshold(self.confidence_threshold)
+        if self.trace and self.tree_budget is not None:
+            raise ValueError(f"`trace` shows chains; leave it out, or leave out `tree_budget` {self.tree_budget}.")
 
 
 class DraftView:
@@ -60,6 +65,8 @@ class DraftView:
 
     Attributes:
         statistics (`DraftStatistics`): Of the last call.
+        trace (`DraftTrace`, *optional*): Rounds of the current or last call, with `trace=True` only. Another thread
+            may read it while the call runs.
     """
 
     def __init__(self, model, **options):
@@ -91,6 +98,7 @@ class DraftView:
                     f"({model.config.backbone}) drafts token by token."
                 )
         self.statistics = DraftStatistics()
+        self.trace = None
         self._cost_models: dict[int, CostModel] = {}  # by batch size: costs outlive a call
 
     @property
@@ -225,6 +233,7 @@ class DraftView:
         if generator.cost_model is not None:
             generator.cost_model.begin_call()
         self.statistics = generator.statistics
+        self.trace = generator.trace
         return generator
 
 

@@ -1,7 +1,7 @@
 """What all parts share: the base class with its initialisation, and the small objects that travel between parts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -146,6 +146,10 @@ class DraftBlock:
             token.
         remember (`Callable`): `remember(n)` is what the head wants to know in a next stage about the first `n` tokens.
         tree (`TreeDraft`, *optional*): The block is the best path of these candidates.
+        pool_log_probs (`torch.FloatTensor` of shape `(B, K, C)`, *optional*): The backbone's log-probabilities of the
+            candidates.
+        selection_logits (`torch.FloatTensor` of shape `(B, K, C)`, *optional*): What the head made of them, before
+            processors.
     """
 
     draft_ids: torch.LongTensor
@@ -156,6 +160,8 @@ class DraftBlock:
     slot_log_confidence: torch.FloatTensor
     remember: Callable[[int], Any]
     tree: Any = None
+    pool_log_probs: torch.FloatTensor | None = None
+    selection_logits: torch.FloatTensor | None = None
 
     @property
     def log_confidence(self) -> torch.FloatTensor:
@@ -170,7 +176,8 @@ class DraftBlock:
         """The block cut to its first `num_tokens` tokens."""
         if num_tokens >= self.num_tokens:
             return self
-        fields = ("draft_ids", "choices", "pool_ids", "pool_logits", "context_features", "slot_log_confidence")
-        cut = {name: getattr(self, name) for name in fields}
+        cut = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("remember", "tree")
+        }
         cut = {name: None if value is None else value[:, :num_tokens] for name, value in cut.items()}
         return DraftBlock(**cut, remember=self.remember, tree=self.tree)

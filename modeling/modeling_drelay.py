@@ -47,6 +47,7 @@ class DRelayModel(DRelayPreTrainedModel):
         self.head_rows = HeadRows()
         self.default_view = DraftView(self)
         self.frozen_copies: dict[str, tuple] = {}  # sample of target tables that a public file stored
+        self.model_tags = ["speculative-decoding", "draft-model", "custom_code", "hf-drelay"]  # for `push_to_hub`
         self.post_init()
 
     def with_options(self, **options) -> DraftView:
@@ -55,8 +56,8 @@ class DRelayModel(DRelayPreTrainedModel):
 
         Args:
             options: Any of `loop_gate`, `max_stages`, `num_draft_tokens`, `proposal`, `tree_budget`, `use_selector`,
-                `confidence_threshold`, `decoding_loop`, `profile`, see [`DraftOptions`]. What is not given keeps the
-                value of the configuration.
+                `confidence_threshold`, `decoding_loop`, `profile`, `trace`, see [`DraftOptions`]. What is not given
+                keeps the value of the configuration.
         """
         return DraftView(self, **options)
 
@@ -339,6 +340,8 @@ class DRelayModel(DRelayPreTrainedModel):
             context_features=rows[:, :num_tokens],
             slot_log_confidence=logits.log_softmax(dim=-1).gather(2, picked)[..., 0] + pool_mass,
             remember=lambda n: head.remember(state, path[:, :n]),
+            pool_log_probs=pool.log_probs[:, :num_tokens],
+            selection_logits=logits,
         )
 
 

@@ -181,7 +181,11 @@ class SpeculativeLoop:
         nothing = [RowDraft(DraftTree()) for _ in rows]
         logits = outputs.logits[:, -1:].to(self.device, torch.float32)
         for group in self.groups:
-            self.verifier.walk(group, logits[group.rows], nothing[: len(group.rows)], self.outputs.whole(outputs))
+            walk = self.verifier.walk(
+                group, logits[group.rows], nothing[: len(group.rows)], self.outputs.whole(outputs)
+            )
+            for row, token_ids in zip(group.rows, walk.token_ids, strict=True):
+                self.generators[row].record_prefill(token_ids)
         self._drop_finished_rows()
 
     def _generator(self, row: int, vocab_size: int) -> DRelayCandidateGenerator:
@@ -206,6 +210,8 @@ class SpeculativeLoop:
         )
         generator.proposal.vocab_size = vocab_size  # a padded head is wider than the vocabulary
         self.view.statistics = self.statistics
+        if row == 0:
+            self.view.trace = generator.trace
         return generator
 
     def _picker(self):

@@ -15,6 +15,7 @@ def test_wheel_imports_outside_the_source_tree(tmp_path):
     source = tmp_path / "source"  # building leaves files behind
     shutil.copytree(ROOT / "hf_drelay", source / "hf_drelay")
     shutil.copytree(ROOT / "modeling", source / "modeling")
+    shutil.copytree(ROOT / "hub_cards" / "templates", source / "hub_cards" / "templates")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copyfile(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
@@ -33,4 +34,5 @@ def test_wheel_imports_outside_the_source_tree(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert all(Path(path).is_relative_to(site) for path in result.stdout.split())
-    assert (site / "hf_drelay" / "py.typed").exists()
+    for name in ("py.typed", "demo/style.css", "hub/templates/model_card.md.jinja"):
+        assert (site / "hf_drelay" / name).exists()

@@ -1,0 +1,224 @@
+"""The model card of a drafter: a template, the words of its `card.yaml`, and numbers out of measured JSON only.
+
+A checkpoint folder says in `card.yaml` what no file can know (licences, languages, limits) and which result files
+belong to it. Everything with a number in it comes from `config.json`, `training_log.json` and those results.
+"""
+
+import json
+import textwrap
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData
+from huggingface_hub import eval_result_entries_to_yaml as entries_to_yaml
+
+from .results import measurements, read_records, results_section
+
+
+CARD_FILE = "card.yaml"
+TAGS = ["speculative-decoding", "draft-model", "custom_code", "hf-drelay"]
+_REQUIRED = ("title", "license", "language", "training", "limits")
+_DEFAULTS = {
+    "base_model_relation": None,
+    "chat": "the target's default chat template; other templates lower the speed, not the quality.",
+    "data": [],
+    "languages_note": "the languages named above; others lower the speed, not the quality.",
+    "license_note": "The weights have the licence named above; the target's own licence applies to the target.",
+    "long_context": "not measured beyond the lengths of the results above.",
+    "quantized": "not measured; a quantised target accepts fewer drafts than the one the drafter was trained for.",
+    "results": [],
+    "result_datasets": {},
+}
+_CONFIG_FIELDS = (
+    "layout",
+    "block_size",
+    "num_draft_tokens",
+    "num_hidden_layers",
+    "hidden_size",
+    "target_layer_ids",
+    "draft_vocab_size",
+    "pool_size",
+    "use_selector",
+    "selector_hidden_size",
+    "pair_rank",
+    "loop_gate",
+    "max_stages",
+    "chat_template_mode",
+    "dtype",
+)
+
+
+def read_card_file(folder: Path) -> dict:
+    """
+    Words of a checkpoint's card.
+
+    Raises:
+        OSError: If the folder has no `card.yaml`.
+        ValueError: If a required entry is missing, or one is unknown.
+    """
+    path = Path(folder) / CARD_FILE
+    if not path.is_file():
+        raise OSError(
+            f"{folder} has no `{CARD_FILE}`, so its model card cannot be written. Copy the one of a folder in "
+            f"`hub_cards/` and say what is true of your drafter: {', '.join(_REQUIRED)}."
+        )
+    words = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    missing = [name for name in _REQUIRED if not words.get(name)]
+    unknown = sorted(set(words) - set(_REQUIRED) - set(_DEFAULTS))
+    if missing or unknown:
+        problem = f"lacks `{missing[0]}`" if missing else f"has the unknown entry `{unknown[0]}`"
+        raise ValueError(f"`{path}` {problem}; it takes {sorted({*_REQUIRED, *_DEFAULTS})}.")
+    return _DEFAULTS | words
+
+
+def result_files(folder: Path, words: dict) -> list[Path]:
+    """The measured files that the card names, relative to its folder."""
+    paths = [(Path(folder) / name).resolve() for name in words["results"]]
+    for path in paths:
+        if not path.is_file():
+            raise OSError(
+                f"`results` of {Path(folder) / CARD_FILE} names {path}, which does not exist; measure first."
+            )
+    return paths
+
+
+def render_card(folder: str | Path, repo_id: str | None = None) -> str:
+    """
+    The card of a checkpoint folder, front matter included.
+
+    Args:
+        folder (`str` or `Path`): Holds `config.json`, weights, `card.yaml` and, where there is one,
+            `training_log.json`.
+        repo_id (`str`, *optional*): Where it will be published; the folder's name by default.
+    """
+    folder = Path(folder)
+    repo_id = repo_id or folder.resolve().name
+    words = read_card_file(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    records = read_records(result_files(folder, words))
+    template = files("hf_drelay.hub.templates").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
+    content = (
+        _environment()
+        .from_string(template)
+        .render(
+            card=words,
+            config=config,
+            repo_id=repo_id,
+            config_rows=_config_rows(config, folder),
+            recipe_rows=_recipe_rows(folder),
+            results=results_section(records),
+            citation=_CITATION,
+        )
+    )
+    data = card_data(words, config, records, repo_id)
+    return f"---\n{data.to_yaml()}\n---\n\n{content.rstrip()}\n"
+
+
+def card_data(words: dict, config: dict, records: dict, repo_id: str) -> ModelCardData:
+    """Front matter by the conventions of the Hub."""
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=entry["dataset"],
+            dataset_name=entry["dataset"],
+            metric_type="speedup",
+            metric_name=f"speedup, {entry['way']}",
+            metric_value=round(entry["speedup"], 4),
+        )
+        for entry in measurements(records, words["result_datasets"])
+    ]
+    return ModelCardData(
+        base_model=config["target_name_or_path"],
+        base_model_relation=words["base_model_relation"],
+        datasets=[data["id"] for data in words["data"] if data.get("id")] or None,
+        eval_results=results or None,
+        language=words["language"],
+        library_name="transformers",
+        license=words["license"],
+        model_name=repo_id.rpartition("/")[2] if results else None,
+        pipeline_tag="text-generation",
+        tags=TAGS,
+    )
+
+
+def eval_result_files(folder: str | Path) -> dict[str, str]:
+    """Contents of `.eval_results/`: one YAML file for each data set of the results, by file name."""
+    words = read_card_file(Path(folder))
+    found: dict[str, list[EvalResultEntry]] = {}
+    for entry in measurements(read_records(result_files(Path(folder), words)), words["result_datasets"]):
+        found.setdefault(entry["prompts"], []).append(
+            EvalResultEntry(
+                dataset_id=entry["dataset"],
+                task_id=f"speedup_{entry['way'].replace(' + ', '_').replace(' ', '_').lower()}",
+                value=round(entry["speedup"], 4),
+                notes=entry["notes"],
+            )
+        )
+    return {
+        f"{name}.yaml": yaml.safe_dump(entries_to_yaml(entries), sort_keys=False) for name, entries in found.items()
+    }
+
+
+def check_card(text: str) -> None:
+    """Raise a `ValueError` when a card lacks what the Hub and its readers need. Needs no network."""
+    card = ModelCard(text)
+    needed = ("base_model", "library_name", "pipeline_tag", "tags", "language", "license")
+    missing = [name for name in needed if not card.data.get(name)]
+    if missing:
+        raise ValueError(f"The card's front matter lacks `{missing[0]}`; add it to `{CARD_FILE}` or `config.json`.")
+    headings = ("## Use", "## Configuration", "## Training", "## Results", "## Limits", "## Licence", "## Citation")
+    absent = [heading for heading in headings if f"\n{heading}\n" not in card.text]
+    if absent:
+        raise ValueError(f"The card has no section {absent[0]!r}; render it from the template.")
+
+
+def _config_rows(config: dict, folder: Path) -> list[tuple[str, str]]:
+    rows = [(f"`{name}`", _shown(config[name])) for name in _CONFIG_FIELDS if name in config]
+    num_parameters, num_bytes = _weight_sizes(folder)
+    return [*rows, ("parameters", f"{num_parameters:,}"), ("weights on disk", f"{num_bytes:,} bytes")]
+
+
+def _weight_sizes(folder: Path) -> tuple[int, int]:
+    """Parameters and bytes of all weight files, from their headers alone."""
+    from safetensors import safe_open
+
+    num_parameters = num_bytes = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        num_bytes += path.stat().st_size
+        with safe_open(path, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118, it is no dictionary
+                size = 1
+                for extent in weights.get_slice(name).get_shape():
+                    size *= extent
+                num_parameters += size
+    return num_parameters, num_bytes
+
+
+def _recipe_rows(folder: Path) -> list[tuple[str, str]]:
+    path = folder / "training_log.json"
+    if not path.is_file():
+        return []
+    log = json.loads(path.read_text(encoding="utf-8"))
+    rows = {**log.get("recipe", {}), **log.get("target", {})}
+    return [(f"`{name}`", _shown(value)) for name, value in rows.items()]
+
+
+def _shown(value) -> str:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return "; ".join(value)
+    return "off" if value is None else str(value).replace("|", "\\|")
+
+
+def _environment():
+    from jinja2 import Environment, StrictUndefined
+
+    return Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+
+
+_CITATION = textwrap.dedent(
+    """\
+    @misc{drelay, title = {DRelay}, note = {Selector that revisits the slots of a drafted block}}
+    @misc{dloop, title = {DLoop}, note = {Chained drafting stages before one verification}}
+    @misc{dflash, title = {DFlash}, eprint = {2602.06036}, archivePrefix = {arXiv}}"""
+)
