@@ -43,8 +43,8 @@ def generate(
     loop_gate: Annotated[
         str | None,
         typer.Option(
-            help="Log-confidence (at most 0) from which another stage is drafted, `off` for one stage, or `auto` to weigh "
-            "gains against measured costs."
+            help="Log-confidence (at most 0) from which another stage is drafted, `off` for one stage, or `auto` to "
+            "weigh gains against measured costs."
         ),
     ] = None,
     max_stages: Annotated[int | None, typer.Option(help="Limit of drafting stages in a round.")] = None,
