@@ -157,6 +157,7 @@ class SpeculativeLoop:
         self.cached_rows = rows  # rows that the cache holds, in its order
         self.lengths = [self.num_slots] * self.num_rows  # slots of each row that hold its tokens
         self.generators = [self._generator(row, vocab_size) for row in rows]
+        self.view.statistics = self.statistics
         for row in rows:
             self.generators[row].feed(states[row : row + 1, seen[row]])
         mask = self.model_kwargs.get("attention_mask")
@@ -209,7 +210,6 @@ class SpeculativeLoop:
             cost_model=self.cost_model,
         )
         generator.proposal.vocab_size = vocab_size  # a padded head is wider than the vocabulary
-        self.view.statistics = self.statistics
         if row == 0:
             self.view.trace = generator.trace
         return generator

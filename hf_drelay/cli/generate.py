@@ -42,7 +42,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the random generator.")] = 0,
     loop_gate: Annotated[
         str | None,
-        typer.Option(help="Log-confidence (at most 0) from which another stage is drafted, or `off` for one stage."),
+        typer.Option(
+            help="Log-confidence (at most 0) from which another stage is drafted, `off` for one stage, or `auto` to "
+            "weigh gains against measured costs."
+        ),
     ] = None,
     max_stages: Annotated[int | None, typer.Option(help="Limit of drafting stages in a round.")] = None,
     proposal: Annotated[Proposal | None, typer.Option(help="How drafts are drawn under sampling.")] = None,

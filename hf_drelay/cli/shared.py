@@ -28,13 +28,17 @@ def errors_as_sentences():
         raise typer.Exit(2) from error
 
 
-def parse_loop_gate(text: str) -> float | None:
+def parse_loop_gate(text: str) -> float | str | None:
     if text == "off":
         return None
+    if text == "auto":
+        return text
     try:
         return float(text)
     except ValueError:
-        raise ValueError(f"`--loop-gate` is {text!r}; give a number of at most 0, such as -0.5, or `off`.") from None
+        raise ValueError(
+            f"`--loop-gate` is {text!r}; give a number of at most 0, such as -0.5, `auto`, or `off`."
+        ) from None
 
 
 def prepare_libraries(threads: int | None) -> None:

@@ -158,6 +158,10 @@ class TestGenerate:
         _run("generate", "two words")
         assert fakes.drafter.options == {}
 
+    def test_loop_gate_auto(self, fakes):
+        _run("generate", "two words", "--loop-gate", "auto")
+        assert fakes.drafter.options == {"loop_gate": "auto"}
+
     def test_loop_gate_off(self, fakes):
         _run("generate", "two words", "--loop-gate", "off")
         assert fakes.drafter.options == {"loop_gate": None}
