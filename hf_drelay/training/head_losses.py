@@ -31,8 +31,8 @@ def pool_cross_entropy(scores: torch.FloatTensor, pool_ids: torch.LongTensor, la
     Cross-entropy of the corrected pool.
 
     Returns:
-        `(losses, covered)`, both `(N, K)`: the loss of each slot, and whether the pool holds its label; the loss is zero
-        where it does not.
+        `(losses, covered)`, both `(N, K)`: the loss of each slot, and whether the pool holds its label; the loss is
+        zero where it does not.
     """
     hits = pool_ids == labels[..., None]
     covered = hits.any(dim=-1)
@@ -99,13 +99,14 @@ def dspark_loss(
     confidence_weight: float = 1.0,
 ) -> tuple[torch.Tensor, dict]:
     """
-    Loss of DSpark (arXiv 2607.05147): `ce_weight CE + l1_weight |q - p|_1 + confidence_weight BCE(c, 1 - |q - p|_1 / 2)`.
-    The label of the confidence is the probability that rejection sampling accepts; it carries no gradient.
+    Loss of DSpark (arXiv 2607.05147): `ce_weight CE + l1_weight D + confidence_weight BCE(c, 1 - D / 2)` with the
+    distance `D = |q - p|_1`. The label of the confidence is the probability that rejection sampling accepts; it carries
+    no gradient.
 
     Args:
         scores (`torch.FloatTensor` of shape `(N, K, C)`): Teacher-forced scores of the markov head.
-        pool_ids (`torch.LongTensor` of shape `(N, K, C)`), target_log_probs (`torch.FloatTensor` of shape `(N, K, C)`):
-            Candidates and the target's log-probabilities of them.
+        pool_ids (`torch.LongTensor` of shape `(N, K, C)`): Candidates.
+        target_log_probs (`torch.FloatTensor` of shape `(N, K, C)`): The target's log-probabilities of them.
         labels (`torch.LongTensor` of shape `(N, K)`), weights (`torch.FloatTensor` of shape `(N, K)`): As in
             `domino_loss`.
         confidence_logits (`torch.FloatTensor` of shape `(N, K)`, *optional*): Of the confidence head.
