@@ -100,7 +100,7 @@ def dspark_loss(
 ) -> tuple[torch.Tensor, dict]:
     """
     Loss of DSpark (arXiv 2607.05147): `ce_weight CE + l1_weight D + confidence_weight BCE(c, 1 - D / 2)` with the
-    distance `D = |q - p|_1`. The label of the confidence is the probability that rejection sampling accepts; it carries
+    distance `D = |q - p|_1`. The label of the confidence is the chance that rejection sampling accepts; it carries
     no gradient.
 
     Args:
