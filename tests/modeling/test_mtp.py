@@ -1,0 +1,244 @@
+"""Drafters that come with their target: the MTP module of Qwen3.5 shards, and the Gemma-4 assistant."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4AssistantConfig,
+    Gemma4AssistantForCausalLM,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+
+from hf_drelay.modeling.modeling_drelay import DRelayModel
+
+
+V, H = 96, 32
+ALWAYS = float("-inf")
+
+
+def qwen3_5(layer_types):
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        vocab_size=V,
+        hidden_size=H,
+        intermediate_size=48,
+        num_hidden_layers=len(layer_types),
+        layer_types=layer_types,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=None,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    )
+    return Qwen3_5ForCausalLM(config).eval()
+
+
+def module_tensors() -> dict:
+    generator = torch.Generator().manual_seed(1)
+    layer = "mtp.layers.0."
+    shapes = {
+        "mtp.fc.weight": (H, 2 * H),
+        "mtp.pre_fc_norm_embedding.weight": (H,),
+        "mtp.pre_fc_norm_hidden.weight": (H,),
+        "mtp.norm.weight": (H,),
+        layer + "input_layernorm.weight": (H,),
+        layer + "post_attention_layernorm.weight": (H,),
+        layer + "self_attn.q_proj.weight": (2 * 64, H),
+        layer + "self_attn.k_proj.weight": (32, H),
+        layer + "self_attn.v_proj.weight": (32, H),
+        layer + "self_attn.o_proj.weight": (H, 64),
+        layer + "self_attn.q_norm.weight": (16,),
+        layer + "self_attn.k_norm.weight": (16,),
+        layer + "mlp.gate_proj.weight": (48, H),
+        layer + "mlp.up_proj.weight": (48, H),
+        layer + "mlp.down_proj.weight": (H, 48),
+    }
+    return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def published(folder, target, tensors):
+    """Save a target together with its module, as published shards have it, and load it from there."""
+    target.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    target = published(tmp_path_factory.mktemp("qwen"), qwen3_5(["full_attention"] * 2), module_tensors())
+    target._is_stateful = False  # the host refuses the whole family; without linear attention there is no state
+    return target
+
+
+@pytest.fixture(scope="module")
+def mtp(qwen):
+    return DRelayModel.from_target(qwen, block_size=4)
+
+
+def follow(drafter, text, spoiled=(3, 4, 11, 12, 13)):
+    """Pools that hold the text's token first, but at some places second."""
+    right = type(drafter.drafter).pool
+
+    def pool(states, session, slot):
+        pool = right(drafter.drafter, states, session, slot)
+        place = session.stage_start + slot
+        if place < len(text):
+            others = [i for i in pool.ids[0, 0].tolist() if i != text[place]][: pool.ids.shape[-1] - 1]
+            ids = [*others[:1], text[place], *others[1:]] if place % 17 in spoiled else [text[place], *others]
+            pool.ids[0, 0] = torch.tensor(ids)
+        return pool
+
+    draft = type(drafter.drafter).draft
+
+    def counted(anchor_ids, session, proposal):
+        session.stage_start = proposal.input_ids.shape[1]
+        return draft(drafter.drafter, anchor_ids, session, proposal)
+
+    drafter.drafter.pool, drafter.drafter.draft = pool, counted
+
+
+@pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "loop"])
+def test_mtp_drafts_losslessly(toolbox, qwen, mtp, record, gate):
+    prompt = toolbox.prompt(8)
+    expected = toolbox.greedy(qwen, prompt, max_new_tokens=40)
+    follow(mtp, expected[0].tolist())
+    ids = toolbox.greedy(qwen, prompt, mtp.with_options(loop_gate=gate), max_new_tokens=40)
+    toolbox.assert_same_text(qwen, ids, expected)
+    assert record.count(lambda r: r.num_accepted > 0) >= 3
+    assert record.count(lambda r: r.num_accepted < len(r.draft_ids)) >= 1
+
+
+@torch.no_grad()
+def test_mtp_rows_are_the_formula_of_the_module(toolbox, qwen, mtp):
+    # One forward over all rows against rows that arrive in rounds.
+    adapter = mtp.adapter(qwen)
+    ids = toolbox.prompt(10)
+    states = qwen(ids, output_hidden_states=True).hidden_states[-1]
+    drafter = mtp.drafter
+    cache = drafter.new_cache()
+    whole = drafter.advance(states[:, :-1], ids[:, 1:], torch.arange(9)[None], cache, adapter)
+    cache = drafter.new_cache()
+    parts = [
+        drafter.advance(states[:, a:b], ids[:, a + 1 : b + 1], torch.arange(a, b)[None], cache, adapter)
+        for a, b in ((0, 4), (4, 5), (5, 9))
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-5)
+    first = states[:, :1] * torch.rsqrt(states[:, :1].pow(2).mean(-1, keepdim=True) + 1e-6)
+    first = first * (1 + drafter.pre_fc_norm_hidden.weight)  # the family's norms are centred at zero
+    torch.testing.assert_close(drafter.pre_fc_norm_hidden(states[:, :1]), first)
+
+
+def test_mtp_is_saved_and_loaded_like_any_drafter(toolbox, qwen, mtp, tmp_path):
+    fresh = DRelayModel.from_target(qwen, block_size=4)
+    fresh.save_pretrained(tmp_path)
+    again = DRelayModel.from_pretrained(tmp_path)
+    assert again.config.backbone == "mtp"
+    for name, tensor in fresh.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
+
+
+def test_a_target_without_a_module_is_named(tmp_path):
+    target = published(tmp_path, qwen3_5(["full_attention"] * 2), {})
+    with pytest.raises(ValueError, match=r"`target`.*no tensors `mtp\.\*`"):
+        DRelayModel.from_target(target)
+
+
+def test_a_missing_tensor_of_the_module_is_named(tmp_path):
+    tensors = module_tensors()
+    tensors.pop("mtp.fc.weight")
+    target = published(tmp_path, qwen3_5(["full_attention"] * 2), tensors)
+    with pytest.raises(ValueError, match=r"`drafter\.fc\.weight` \(1 missing, 0 unknown\)"):
+        DRelayModel.from_target(target)
+
+
+def test_another_family_is_refused(toolbox):
+    with pytest.raises(NotImplementedError, match="model type 'llama'"):
+        DRelayModel.from_target(toolbox.target("llama"))
+
+
+def test_a_target_whose_state_cannot_be_rolled_back_is_refused(toolbox, tmp_path):
+    target = published(tmp_path, qwen3_5(["linear_attention", "full_attention"]), module_tensors())
+    drafter = DRelayModel.from_target(target)
+    with pytest.raises(NotImplementedError, match="layers of type 'linear_attention'"):
+        toolbox.greedy(target, toolbox.prompt(5), drafter, max_new_tokens=4)
+
+
+def gemma_fields(num_layers):
+    return {
+        "vocab_size": V,
+        "hidden_size": H,
+        "intermediate_size": 48,
+        "num_hidden_layers": num_layers,
+        "layer_types": (["sliding_attention", "full_attention"] * num_layers)[:num_layers],
+        "sliding_window": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "max_position_embeddings": 256,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "initializer_range": 0.3,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    torch.manual_seed(0)
+    target = Gemma4ForCausalLM(Gemma4TextConfig(**gemma_fields(4), num_kv_shared_layers=0)).eval()
+    target.generation_config.eos_token_id = None
+    return target
+
+
+@pytest.fixture(scope="module")
+def assistant(gemma):
+    torch.manual_seed(1)
+    text = Gemma4TextConfig(**gemma_fields(2), num_kv_shared_layers=2)
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=H)
+    return Gemma4AssistantForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "loop"])
+def test_assistant_drafts_losslessly(toolbox, gemma, assistant, record, gate):
+    drafter = DRelayModel.from_target(gemma, assistant=assistant, block_size=3)
+    prompt = toolbox.prompt(11)
+    expected = toolbox.greedy(gemma, prompt, max_new_tokens=40)
+    follow(drafter, expected[0].tolist())
+    ids = toolbox.greedy(gemma, prompt, drafter.with_options(loop_gate=gate), max_new_tokens=40)
+    toolbox.assert_same_text(gemma, ids, expected)
+    assert record.count(lambda r: r.num_accepted > 0) >= 3
+    assert record.count(lambda r: r.num_accepted < len(r.draft_ids)) >= 1
+
+
+def test_assistant_drafts_what_the_host_drafts_first(toolbox, gemma, assistant, record):
+    # In the first round the host's own candidate generator reads the same states and caches.
+    from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+
+    prompt = toolbox.prompt(11)
+    drafter = DRelayModel.from_target(gemma, assistant=assistant, block_size=3)
+    ids = toolbox.greedy(gemma, prompt, drafter, max_new_tokens=8)
+    assistant.generation_config.num_assistant_tokens = 3
+    host = SinglePositionMultiTokenCandidateGenerator(assistant, gemma.get_input_embeddings(), gemma.generation_config)
+    host.main_model_max_length = 100
+    with torch.no_grad():
+        outputs = gemma(prompt, output_hidden_states=True, return_shared_kv_states=True)
+        drafts, _ = host.get_candidates(ids[:, :12], {}, outputs, False, 0)
+    assert record.rounds[0].draft_ids == drafts[0, 12:].tolist()
