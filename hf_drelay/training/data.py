@@ -5,8 +5,6 @@ one JSON object per line: `prompt` (user text), `response_ids` (token ids, the e
 and optionally `set` and `mode`.
 """
 
-import gzip
-import json
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -15,6 +13,8 @@ from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
+
+from hf_drelay.evaluation.records import read_jsonl
 
 
 @dataclass
@@ -45,22 +45,6 @@ def encode_prompt(tokenizer, prompt: str) -> list[int]:
         return tokenizer(prompt)["input_ids"]
     messages = [{"role": "user", "content": prompt}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-def read_jsonl(path: str | Path) -> Iterator[dict]:
-    """Rows of a JSON-lines file, plain or `.gz`; a broken line raises a `ValueError` that names it."""
-    path = Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}, line {number}: not valid JSON ({error.msg}). Fix or remove the line."
-                ) from error
 
 
 def read_prompts(path: str | Path, num_prompts: int | None = None) -> list[str]:
