@@ -6,6 +6,7 @@ Bad input ends in one sentence and exit code 2. Heavy imports happen inside the 
 import typer
 
 from .environment import env
+from .evaluation import benchmark, check_lossless, headroom, report, sweep
 from .generate import generate
 
 
@@ -15,5 +16,5 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, env):
+for command in (generate, benchmark, sweep, headroom, report, check_lossless, env):
     app.command()(command)

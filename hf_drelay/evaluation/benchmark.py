@@ -81,6 +81,7 @@ def run_benchmark(
     config: BenchmarkConfig,
     output: str | Path,
     sources: dict[str, str] | None = None,
+    command: str | None = None,
     resume: bool = False,
     quiet: bool = False,
 ) -> list[dict]:
@@ -93,6 +94,7 @@ def run_benchmark(
         conversations (`Iterable[Conversation]`): The prompts.
         output (`str` or `Path`): A JSON-lines file.
         sources (`dict[str, str]`, *optional*): Data set of each task, for the rows.
+        command (`str`, *optional*): What made the rows, for the rows.
         resume (`bool`): Go on behind the whole turns that `output` has.
 
     Returns:
@@ -130,7 +132,8 @@ def run_benchmark(
                         is_warm = True
                     key = {"task": conversation.task, "prompt": conversation.index, "turn": turn}
                     new = _measure_turn(target, tokenizer, prompt, ways, config, key)
-                    shared = {"run": run_id, "source": (sources or {}).get(conversation.task), **circumstances}
+                    shared = {"run": run_id, "source": (sources or {}).get(conversation.task), "command": command}
+                    shared |= circumstances
                     new = [row | shared for row in new]
                     append_rows(output, new)
                     rows += new

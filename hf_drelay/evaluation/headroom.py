@@ -3,8 +3,8 @@
 Three analyses along responses that the target wrote greedily, on the blocks that the backbone alone drafts:
 
 1. pool coverage: at the first error of a block, is the target's token among the slot's candidates?
-2. suffix evidence: do the tokens drafted *behind* the error tell which candidate is right? Every candidate is scored by
-   the target's log-probability of the next four drafts after it, and again with a suffix from another prompt.
+2. suffix evidence: do the tokens drafted *behind* the error tell which candidate is right? Every candidate is scored
+   by the target's log-probability of the next four drafts after it, and again with a suffix from another prompt.
 3. oracle ceiling: tokens that would be won by replacing only the first rejected token by the target's, where the pool
    holds it.
 

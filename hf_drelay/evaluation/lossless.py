@@ -105,6 +105,6 @@ def explain(row: dict) -> str:
     verdict = "rounding explains it" if d["is_explained"] else "rounding does NOT explain it"
     return (
         f"{row['dtype']}, {row['way']}, {row['task']} prompt {row['prompt']}: token {d['position']} is "
-        f"{d['other_id']} instead of {d['plain_id']}; the target's two best logits are {d['logit_gap']:.3g} apart, its "
-        f"rounding is about {d['rounding']:.2g}: {verdict}."
+        f"{d['other_id']} instead of {d['plain_id']}; the target's two best logits are {d['logit_gap']:.3g} apart, "
+        f"its rounding is about {d['rounding']:.2g}: {verdict}."
     )

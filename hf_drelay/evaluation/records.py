@@ -43,10 +43,16 @@ def describe_target(target) -> dict:
         return describe_demo_target(target)
     return {
         "target": target.name_or_path or type(target).__name__,
-        "target_origin": "path" if Path(target.name_or_path or "").is_dir() else "hub",
+        "target_origin": _origin(target.name_or_path),
         "target_revision": getattr(target.config, "_commit_hash", None),
         "target_weights_sha256": weights_sha256(target),
     }
+
+
+def _origin(name_or_path: str | None) -> str:
+    if not name_or_path:
+        return "memory"
+    return "path" if Path(name_or_path).is_dir() else "hub"
 
 
 def describe_drafter(drelay) -> dict:
@@ -54,6 +60,7 @@ def describe_drafter(drelay) -> dict:
     config = drelay.config
     return {
         "drafter": Path(drelay.name_or_path).name if drelay.name_or_path else type(drelay).__name__,
+        "drafter_origin": _origin(drelay.name_or_path),
         "drafter_revision": getattr(config, "_commit_hash", None),
         "drafter_weights_sha256": weights_sha256(drelay),
         "drafter_num_parameters": sum(p.numel() for p in drelay.parameters()),

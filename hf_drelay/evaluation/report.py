@@ -105,7 +105,8 @@ def _samples(rows: list[dict]) -> list[dict]:
         chosen = [
             row
             for row in rows
-            if (row["task"], row["prompt"], row["turn"]) == (task, first["prompt"], first["turn"]) and row.get("pieces")
+            if (row["task"], row["prompt"], row["turn"]) == (task, first["prompt"], first["turn"])
+            and row.get("pieces")
         ]
         if chosen:
             best = max(chosen, key=_interest)

@@ -74,7 +74,9 @@ def write_best(folder: str | Path, rows: list[dict]) -> dict:
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise OSError(f"`drafter` {folder} is no local folder with a `config.json`, so nothing can be written into it.")
+        raise OSError(
+            f"`drafter` {folder} is no local folder with a `config.json`, so nothing can be written into it."
+        )
     best = best_point(rows)
     row = next(row for row in rows if row["way"] == best["way"])
     config = json.loads(path.read_text(encoding="utf-8"))

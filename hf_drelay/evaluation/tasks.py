@@ -125,8 +125,8 @@ def load_task(
         rows = _turns_of_hub(TASKS[name])
     else:
         raise ValueError(
-            f"`tasks` has {name!r}, which is none of {sorted(TASKS)}. Choose among them, or pass `data_dir` with a file "
-            f"{name}.jsonl."
+            f"`tasks` has {name!r}, which is none of {sorted(TASKS)}. Choose among them, or pass `data_dir` with a "
+            f"file {name}.jsonl."
         )
     conversations = [Conversation(name, index, tuple(turns)) for index, turns in enumerate(rows)]
     if not conversations:
@@ -147,8 +147,8 @@ def describe_source(name: str, data_dir: str | Path | None = None) -> str:
 def _turns_of_file(path: Path, name: str) -> Iterable[list[str]]:
     if not path.is_file():
         raise OSError(
-            f'`data_dir` {path.parent} has no {path.name} for the task {name!r}. Put the prompts there, one {{"turns": '
-            "[...]} per line, or leave the task out."
+            f"`data_dir` {path.parent} has no {path.name} for the task {name!r}. Put the prompts there, one "
+            '{"turns": [...]} per line, or leave the task out.'
         )
     for number, row in enumerate(read_jsonl(path), start=1):
         turns = row.get("turns") if isinstance(row, dict) else None

@@ -147,4 +147,3 @@ def standard_ways(target, drafters: Iterable[tuple[str, object]], gate=None, max
     for name, drelay in drafters:
         ways += drafter_ways(name, drelay, gate, max_stages, **options)
     return [way for way in ways if way is not None]
-
