@@ -253,8 +253,8 @@ def check_lossless(
                 conversations,
                 _with_mode(config, drafters),
                 output,
-                resume or bool(rows),
-                quiet,
+                resume,
+                quiet or _is_piped(),
             )
             del model, drafters, ways  # before the next type is loaded
         for row in rows:

@@ -5,6 +5,7 @@ marker colours that are replaced by CSS variables afterwards.
 """
 
 import io
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,16 @@ from .ways import PLAIN
 
 
 # Distinguishable with the common kinds of colour blindness, and readable on their ground.
-LIGHT_SERIES = ("#0b62a8", "#c2410c", "#15803d", "#7c3aed", "#b45309", "#0e7490", "#be185d", "#4d5d18")
-DARK_SERIES = ("#6cb6ff", "#ff9d5c", "#5fd38a", "#c4a3ff", "#f2c14e", "#5ad1e6", "#ff8fc2", "#b9cf62")
+LIGHT_SERIES = (
+    *("#0b62a8", "#c2410c", "#15803d", "#7c3aed", "#a16207", "#0e7490"),
+    *("#be185d", "#4d5d18", "#4b5563", "#7f1d1d", "#1e3a8a", "#86198f"),
+)
+DARK_SERIES = (
+    *("#6cb6ff", "#ff9d5c", "#5fd38a", "#c4a3ff", "#f2c14e", "#5ad1e6"),
+    *("#ff8fc2", "#b9cf62", "#c3cad3", "#ff7a7a", "#93a8ff", "#f0a6ff"),
+)
 ROUND_PHASES = tuple(phase for phase in PHASES if phase != "prefill")
+MARKERS = "osD^vP*X<>dh"
 WIDTH = 9.0  # inches
 
 
@@ -85,12 +93,13 @@ def _label(axes, palette: Palette, x: str, y: str) -> None:
 
 
 def _legend(figure, axes, palette: Palette) -> None:
-    """Above the axes and outside of them, where nothing is drawn; the layout makes room for it."""
+    """Above the axes, in room of its own: the figure grows by the height of the legend."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
     longest = max(len(label) for label in labels)
-    columns = max(1, min(len(labels), int(110 / (longest + 8))))
+    columns = max(1, min(len(labels), int(125 / (longest + 8))))
+    figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(labels) / columns))
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette.text, fontsize=9
     )
@@ -140,7 +149,7 @@ def _grouped_bars(records, palette, ways, value, error=None, height=4.2):
             yerr=None if error is None else whiskers,
             error_kw={"ecolor": palette.text, "elinewidth": 1.0, "capsize": 2},
         )
-    axes.set_xticks(range(len(tasks)), tasks)
+    axes.set_xticks(range(len(tasks)), tasks, fontsize=10 if len(tasks) <= 6 else 8)
     axes.grid(axis="x", visible=False)
     return figure, axes
 
@@ -158,7 +167,7 @@ def speedup_figure(records, palette):
         lambda r: (r["speedup"][0], r["speedup"][2]),
     )
     axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="plain generate()")
-    _label(axes, palette, "task", "speedup over plain generate() (×)")
+    _label(axes, palette, "task", "speedup over plain (×)")
     _legend(figure, axes, palette)
     return figure
 
@@ -170,7 +179,7 @@ def tau_figure(records, palette):
         return None
     figure, axes = _grouped_bars(records, palette, ways, _tau)
     axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="nothing accepted")
-    _label(axes, palette, "task", "acceptance length τ (tokens a round, bonus counted)")
+    _label(axes, palette, "task", "τ (tokens a round, bonus counted)")
     _legend(figure, axes, palette)
     return figure
 
@@ -194,7 +203,7 @@ def acceptance_figure(records, palette):
         axes.plot(
             [slot for slot, _ in points],
             [rate for _, rate in points],
-            marker="osD^vP*X"[numbers[way] % 8],
+            marker=MARKERS[numbers[way] % len(MARKERS)],
             markersize=5,
             label=way,
             color=palette.color(numbers[way]),
@@ -202,7 +211,7 @@ def acceptance_figure(records, palette):
     axes.set_ylim(0, 104)
     axes.set_xlim(0.5, longest + 0.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _label(axes, palette, "slot in the round", "accepted, all earlier slots accepted (%)")
+    _label(axes, palette, "slot in the round", "accepted, given all earlier slots (%)")
     _legend(figure, axes, palette)
     return figure
 
@@ -244,13 +253,13 @@ def break_even_figure(records, palette):
             [_tau(r) for r in own],
             [r["speedup"][1] for r in own],
             color=color,
-            marker="osD^vP*X"[numbers[way] % 8],
+            marker=MARKERS[numbers[way] % len(MARKERS)],
             s=28,
             label=f"{way}: breaks even at τ = {even:.2f}",
             zorder=3,
         )
     axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="plain generate()")
-    _label(axes, palette, "acceptance length τ (tokens a round, bonus counted)", "speedup over plain generate() (×)")
+    _label(axes, palette, "acceptance length τ (tokens a round, bonus counted)", "speedup over plain (×)")
     _legend(figure, axes, palette)
     return figure
 
