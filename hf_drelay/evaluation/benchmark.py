@@ -263,15 +263,18 @@ def _phase_figures(result: Measurement, plain: Measurement) -> dict:
 
 
 def _pieces(tokenizer, result: Measurement) -> list[list[str]]:
-    """`[text, origin]` for runs of tokens of the same origin, see `DraftStatistics.origins`."""
-    letters = token_origins(result)
-    pieces: list[list] = []
-    for token, letter in zip(result.new_ids, letters, strict=False):
-        if pieces and pieces[-1][1] == letter:
-            pieces[-1][0].append(token)
-        else:
-            pieces.append([[token], letter])
-    return [[tokenizer.decode(tokens), letter] for tokens, letter in pieces]
+    """`[text, origin]` for runs of tokens of the same origin, see `token_origins`; the texts make up the answer."""
+    letters = token_origins(result)[: len(result.new_ids)]
+    ends = [i for i in range(1, len(letters)) if letters[i] != letters[i - 1]] + [len(result.new_ids)]
+    pieces, done = [], ""
+    for end in ends:
+        text = tokenizer.decode(result.new_ids[:end], skip_special_tokens=True)
+        if end < len(result.new_ids):
+            text = text.rstrip("\ufffd")  # a character whose last bytes are yet to come
+        if len(text) > len(done):
+            pieces.append([text[len(done) :], letters[end - 1] if letters else "t"])
+            done = text
+    return pieces
 
 
 def token_origins(result: Measurement) -> str:
