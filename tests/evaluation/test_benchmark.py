@@ -222,7 +222,8 @@ class TestKnownDrafters:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         result = measure(target, inputs, prompt_lookup_way(3), do_sample=False, max_new_tokens=17)
         assert result.statistics.acceptance_length > 3
-        assert 1 + sum(result.round_lengths) == 17
+        # The host's loop lets it draft with the prefill already, which is no round.
+        assert 17 - sum(result.round_lengths) == 4 and max(result.round_lengths) == 4
         plain = measure(target, inputs, plain_way(), do_sample=False, max_new_tokens=17)
         assert plain.new_ids == result.new_ids and plain.statistics is None
 

@@ -93,7 +93,8 @@ def needs_bench():
 @pytest.mark.usefixtures("needs_bench")
 class TestReport:
     @pytest.fixture(scope="class")
-    def page(self, invented_rows, tmp_path_factory):
+    @classmethod
+    def page(cls, invented_rows, tmp_path_factory):
         folder = tmp_path_factory.mktemp("report")
         headroom = {"num_errors": 2} | dict.fromkeys(
             (
@@ -139,7 +140,7 @@ class TestReport:
         rows = invented_rows(["gsm8k", "livecodebench"], gates=(None, -1.0, -0.5), drafters=("a" * 30, "b" * 30))
         for name, (draw, _) in FIGURES.items():
             figure = draw(summarize(rows), LIGHT)
-            figure.canvas.draw()
+            figure.draw_without_rendering()
             axes, legend = figure.axes[0], figure.legends[0]
             assert axes.get_xlabel(), name
             assert axes.get_ylabel() or [label.get_text() for label in axes.get_yticklabels()], name
