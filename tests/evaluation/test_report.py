@@ -156,7 +156,7 @@ class TestReport:
         assert [figure.name for figure in draw_figures(summarize(rows))] == ["round_ms"]
 
     def test_the_same_rows_give_the_same_page(self, page, invented_rows, tmp_path):
-        rows = invented_rows(["gsm8k"])
+        rows = [row for row in invented_rows(["gsm8k"]) if row["kind"] == "plain"]
         for name in ("a", "b"):
             write_report(rows, tmp_path / f"{name}.html")
         assert (tmp_path / "a.html").read_text() == (tmp_path / "b.html").read_text()

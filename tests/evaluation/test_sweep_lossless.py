@@ -28,7 +28,7 @@ class TestGrid:
         ways = sweep_ways({5: drafter}, sweep_options([None, -0.5], [2], [2, None]), proposal="greedy")
         assert [way.name for way in ways][0] == PLAIN and len({way.name for way in ways}) == 5
         assert ways[-1].description["loop_gate"] == -0.5 and ways[-1].description["proposal"] == "greedy"
-        assert ways[2].description["num_draft_tokens"] == 2
+        assert ways[1].description["num_draft_tokens"] == 2
 
     def test_more_tokens_than_a_block_has_are_refused(self, tiny):
         drafter = tiny.build_drafter(tiny.build_target("llama"))
@@ -56,15 +56,16 @@ class TestGrid:
 
     def test_best_of_another_block_size_is_not_written(self, invented_rows, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"block_size": 16}))
+        rows = [r for r in invented_rows(["gsm8k"], gates=(None,)) if r["kind"] != "prompt_lookup"]
         with pytest.raises(ValueError, match="the fastest point has `block_size` 8"):
-            write_best(tmp_path, invented_rows(["gsm8k"], gates=(None,), drafters=("a",) * 1)[2:])
+            write_best(tmp_path, rows)
 
     def test_hub_drafter_cannot_be_written(self, invented_rows):
         with pytest.raises(OSError, match="`drafter` owner/name is no local folder"):
             write_best("owner/name", invented_rows(["gsm8k"]))
 
 
-CONVERSATIONS = [Conversation("gsm8k", number, (text,)) for number, text in enumerate(["What is 5+7?", "", "мир"])]
+CONVERSATIONS = [Conversation("gsm8k", number, (text,)) for number, text in enumerate(["What is 5+7?", "abc", "dd"])]
 CONFIG = BenchmarkConfig(max_new_tokens=10)
 
 
@@ -113,7 +114,7 @@ class TestLossless:
         rows = check_lossless(*parts, CONVERSATIONS, CONFIG, tmp_path / "rows.json", quiet=True)
         records = summarize_lossless(rows)
         assert [r["num_different"] for r in records] == [3, 3] and [r["num_unexplained"] for r in records] == [3, 3]
-        assert rows[0]["divergence"]["position"] == 4
+        assert rows[0]["divergence"]["position"] == 4 and rows[0]["divergence"]["logit_gap"] > 1e-3
         assert "token 4 is" in explain(rows[0]) and "does NOT explain" in explain(rows[0])
 
     def test_near_tie_is_explained_by_rounding(self, tiny):
