@@ -63,7 +63,6 @@ class TestBenchmarkAndReport:
         result = run("benchmark", *saved[1], "--output", output, "--option", "num_draft_tokens=2", "--resume")
         assert result.exit_code == 0 and read(output) == rows
 
-        pytest.importorskip("matplotlib", reason="needs the extra `bench`: pip install 'hf-drelay[bench]'")
         result = run("report", output, "--output", tmp_path / "r.html", "--markdown", tmp_path / "r.md")
         assert result.exit_code == 0, result.output
         assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")

@@ -83,14 +83,6 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
-@pytest.fixture(scope="module")
-def needs_bench():
-    """The `bench` extra; without it the commands say what to install, which is tested below."""
-    pytest.importorskip("matplotlib", reason="needs the extra `bench`: pip install 'hf-drelay[bench]'")
-    pytest.importorskip("jinja2", reason="needs the extra `bench`: pip install 'hf-drelay[bench]'")
-
-
-@pytest.mark.usefixtures("needs_bench")
 class TestReport:
     @pytest.fixture(scope="class")
     @classmethod
