@@ -322,6 +322,7 @@ def repairs_figure(records, palette):
     axes.set_yticks(places, [r["way"] for r in chosen])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     _label(axes, palette, "repaired slots that were verified (count)", "")
     _legend(figure, axes, palette)
     return figure
