@@ -80,6 +80,11 @@ def cache_argument(model_kwargs: dict):
     return cache if cache is not None else model_kwargs.get("past_key_values")
 
 
+def cache_parameter(forward) -> str:
+    """Name of the argument under which a forward takes its cache; `past_key_values` before 5.24."""
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+
+
 def check_hooked_signatures(mixin: type) -> None:
     """Raise a `RuntimeError` when the methods that our hook wraps no longer take the arguments it relies on."""
     needed = {

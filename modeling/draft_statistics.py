@@ -48,6 +48,8 @@ class DraftStatistics:
         slot_classes (`dict[str, int]`): Drafted slots by fate, see `SLOT_CLASSES`.
         num_nodes (`list[int]`): Nodes of the tree of each round that verified one. Such a round counts its depth as
             the tokens drafted, and no slots by fate.
+        origins (`list[str]`): Of each such round, where its tokens came from, one letter for each: `k` accepted and
+            kept, `r` accepted after a repair, `t` the target's own.
         phase_ms (`dict[str, float]`): Total ms by phase (`draft`, `select`, `verify`), filled with `profile=True`.
             `verify` is everything between handing a draft over and being asked for the next one, the host loop
             included.
@@ -60,6 +62,7 @@ class DraftStatistics:
     num_plain_rounds: int = 0
     slot_classes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SLOT_CLASSES, 0))
     num_nodes: list[int] = field(default_factory=list)
+    origins: list[str] = field(default_factory=list)
     phase_ms: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -110,6 +113,9 @@ class DraftStatistics:
         self.num_accepted.append(next((i for i, right in enumerate(agrees) if not right), len(agrees)))
         self.num_drafted.append(len(draft_ids))
         self.num_stages.append(num_stages)
+        accepted = choices[: self.num_accepted[-1]]
+        letters = "".join("r" if choice else "k" for choice in accepted)
+        self.origins.append(letters + "t" * (len(chosen_ids) - len(accepted)))
         for slot, (token, choice, kept) in enumerate(zip(draft_ids, choices, pool_ids, strict=True)):
             self.slot_classes[self._slot_class(slot, token, choice, kept, chosen_ids)] += 1
 
@@ -140,6 +146,7 @@ class DraftStatistics:
         self.num_drafted += other.num_drafted
         self.num_stages += other.num_stages
         self.num_nodes += other.num_nodes
+        self.origins += other.origins
         self.num_plain_rounds += other.num_plain_rounds
         for name, count in other.slot_classes.items():
             self.slot_classes[name] += count

@@ -7,6 +7,7 @@ import typer
 
 from .convert import convert
 from .environment import env
+from .evaluation import benchmark, check_lossless, headroom, report, sweep
 from .generate import generate
 from .hub import demo, push
 from .training import check, prepare_data, train
@@ -18,7 +19,19 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (generate, prepare_data, convert, push, demo, env):
+for command in (
+    generate,
+    prepare_data,
+    benchmark,
+    sweep,
+    headroom,
+    report,
+    check_lossless,
+    convert,
+    push,
+    demo,
+    env,
+):
     app.command()(command)
 for command in (check, train):  # their flags are those of the training configuration, known to its parser only
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(command)

@@ -1,15 +1,19 @@
 """What every published measurement says about its circumstances, and how it gets to disk."""
 
+import gzip
+import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import transformers
 
 import hf_drelay
+from hf_drelay.targets import describe_demo_target
 
 
 def environment() -> dict:
@@ -32,6 +36,100 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def describe_target(target) -> dict:
+    """Name, origin, revision and weight hash of a target, for result rows."""
+    if getattr(target, "demo_target_source", None) is not None:
+        return describe_demo_target(target)
+    return {
+        "target": target.name_or_path or type(target).__name__,
+        "target_origin": _origin(target.name_or_path),
+        "target_revision": getattr(target.config, "_commit_hash", None),
+        "target_weights_sha256": weights_sha256(target),
+    }
+
+
+def _origin(name_or_path: str | None) -> str:
+    if not name_or_path:
+        return "memory"
+    return "path" if Path(name_or_path).is_dir() else "hub"
+
+
+def describe_drafter(drelay) -> dict:
+    """Name, revision, shape and weight hash of a drafter, for result rows."""
+    config = drelay.config
+    return {
+        "drafter": Path(drelay.name_or_path).name if drelay.name_or_path else type(drelay).__name__,
+        "drafter_origin": _origin(drelay.name_or_path),
+        "drafter_revision": getattr(config, "_commit_hash", None),
+        "drafter_weights_sha256": weights_sha256(drelay),
+        "drafter_num_parameters": sum(p.numel() for p in drelay.parameters()),
+        "drafter_dtype": str(drelay.dtype).removeprefix("torch."),
+        "block_size": config.block_size,
+        "layout": config.layout,
+    }
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """Hash of names, types, shapes and values of all weights, wherever the model came from."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict]:
+    """Rows of a JSON-lines file, plain or `.gz`; a broken line raises a `ValueError` that names it."""
+    path = Path(path)
+    opener = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                if line.strip():
+                    yield json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}). Fix or remove the line.") from error
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} is damaged ({error}); make or fetch the file again.") from error
+
+
+def append_rows(path: str | Path, rows: Iterable[dict]) -> None:
+    """
+    Append rows to a JSON-lines file with one write, and wait for the disk.
+
+    A process that is killed in between leaves at most a torn end, which `recover_rows` takes away.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    with path.open("ab", buffering=0) as file:
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+def recover_rows(path: str | Path) -> list[dict]:
+    """Whole rows of a file that `append_rows` wrote; a last line without its end is not one."""
+    path = Path(path)
+    if not path.is_file():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    try:
+        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"`output` {path} is no file of result rows ({error.msg}); give another name, or remove it."
+        ) from error
+
+
+def replace_rows(path: str | Path, rows: Iterable[dict]) -> None:
+    """Write a JSON-lines file anew, atomically."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: str | Path, record: dict) -> None:

@@ -6,11 +6,8 @@ and optionally `set` and `mode`.
 """
 
 import functools
-import gzip
 import hashlib
-import json
 import random
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,6 +15,8 @@ from pathlib import Path
 
 import torch
 from transformers.utils import logging
+
+from hf_drelay.evaluation.records import read_jsonl
 
 
 logger = logging.get_logger(__name__)
@@ -64,23 +63,6 @@ def encode_prompt(tokenizer, prompt: str, mode: str | None = None) -> list[int]:
         messages, add_generation_prompt=True, return_dict=True, **TEMPLATE_MODES[mode]
     )
     return encoded["input_ids"]
-
-
-def read_jsonl(path: str | Path) -> Iterator[dict]:
-    """Rows of a JSON-lines file, plain or `.gz`; a broken line raises a `ValueError` that names it."""
-    path = Path(path)
-    opener = gzip.open if path.suffix == ".gz" else open
-    number = 0
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for line in file:
-                number += 1
-                if line.strip():
-                    yield json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}). Fix or remove the line.") from error
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is damaged ({error}); make or fetch the file again.") from error
 
 
 def read_prompts(source: str | Path, num_prompts: int | None = None) -> list[str]:

@@ -1,0 +1,110 @@
+"""Greedy losslessness: drafters against plain decoding, prompt by prompt, with the reason of every difference."""
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from .benchmark import BenchmarkConfig
+from .divergence import first_divergence
+from .records import append_rows, describe_target, environment, recover_rows, replace_rows
+from .tasks import Conversation, encode_conversation, max_prompt_length
+from .timing import timed_generate
+from .ways import Way
+
+
+def check_lossless(
+    target,
+    tokenizer,
+    ways: list[Way],
+    conversations: Iterable[Conversation],
+    config: BenchmarkConfig,
+    output: str | Path,
+    resume: bool = False,
+    quiet: bool = False,
+) -> list[dict]:
+    """
+    Decode first turns plainly and in every way, and append a row for each comparison to `output`.
+
+    Several types of the target go into one file, one call after the other.
+
+    Returns:
+        The rows of this type. `divergence` is `None` for equal outputs; otherwise `is_explained` tells whether the
+        gap of the target's two best logits is within rounding.
+
+    Raises:
+        ValueError: If the temperature is not 0, or `output` has rows of this type and `resume` is off.
+    """
+    if config.temperature > 0:
+        raise ValueError(
+            f"`temperature` is {config.temperature}; token ids can be compared at 0 only. Distributions are compared "
+            "by the statistical tests."
+        )
+    dtype = str(target.dtype).removeprefix("torch.")
+    described = describe_target(target)
+    output = Path(output)
+    rows = recover_rows(output)
+    if resume and output.is_file():
+        replace_rows(output, rows)
+    own = [row for row in rows if row["dtype"] == dtype]
+    if own and not resume:
+        raise ValueError(f"`output` {output} has rows of {dtype} already. Add `--resume`, or give another name.")
+    settings = {"max_new_tokens": config.max_new_tokens, "template_mode": config.template_mode}
+    for row in own:
+        if (row["settings"], row["target_weights_sha256"]) != (settings, described["target_weights_sha256"]):
+            raise ValueError(
+                f"`output` {output} has rows with other settings or another target ({row['settings']}, weights "
+                f"{row['target_weights_sha256']}). Use the same ones to resume, or give another name."
+            )
+    done = {(row["task"], row["prompt"], row["way"]) for row in own}
+    for conversation in tqdm(list(conversations), desc=dtype, unit="prompt", disable=quiet):
+        key = {"task": conversation.task, "prompt": conversation.index}
+        due = [way for way in ways if (*key.values(), way.name) not in done]
+        if not due:
+            continue
+        limit = max_prompt_length(target, config.max_new_tokens)
+        prompt = encode_conversation(tokenizer, conversation.turns[:1], (), config.template_mode, limit)
+        inputs = {name: tensor.to(target.device) for name, tensor in prompt.inputs.items()}
+        plain_ids, _ = timed_generate(target, inputs, config.seed, **config.generate_arguments())
+        new = []
+        for way in due:
+            new_ids, _ = timed_generate(target, inputs, config.seed, **(config.generate_arguments() | way.arguments()))
+            divergence = first_divergence(target, inputs["input_ids"], plain_ids, new_ids)
+            found = None if divergence is None else asdict(divergence) | {"is_explained": divergence.is_explained}
+            row = key | {"way": way.name, "dtype": dtype, "num_tokens": len(plain_ids), "divergence": found}
+            new.append(row | way.description | described | {"settings": settings, "environment": environment()})
+        append_rows(output, new)
+        own += new
+    return own
+
+
+def summarize_lossless(rows: list[dict]) -> list[dict]:
+    """Counts for each type and way: prompts, tokens, differences, and those that rounding does not explain."""
+    records = []
+    for dtype, way in dict.fromkeys((row["dtype"], row["way"]) for row in rows):
+        chosen = [row for row in rows if (row["dtype"], row["way"]) == (dtype, way)]
+        found = [row["divergence"] for row in chosen if row["divergence"] is not None]
+        records.append(
+            {
+                "dtype": dtype,
+                "way": way,
+                "num_prompts": len(chosen),
+                "num_tokens": sum(row["num_tokens"] for row in chosen),
+                "num_different": len(found),
+                "num_unexplained": sum(not divergence["is_explained"] for divergence in found),
+                "largest_gap": max((divergence["logit_gap"] for divergence in found), default=None),
+            }
+        )
+    return records
+
+
+def explain(row: dict) -> str:
+    """One sentence about a row with a difference."""
+    d = row["divergence"]
+    verdict = "rounding explains it" if d["is_explained"] else "rounding does NOT explain it"
+    return (
+        f"{row['dtype']}, {row['way']}, {row['task']} prompt {row['prompt']}: token {d['position']} is "
+        f"{d['other_id']} instead of {d['plain_id']}; the target's two best logits are {d['logit_gap']:.3g} apart, "
+        f"its rounding is about {d['rounding']:.2g}: {verdict}."
+    )

@@ -1,0 +1,223 @@
+"""Figures of many rows: medians and quartiles by task and way, and the tables made from them."""
+
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from hf_drelay.modeling.draft_statistics import DraftStatistics
+
+from .measure import PHASES
+from .records import recover_rows
+from .ways import PLAIN
+
+
+ALL_TASKS = "all"
+
+
+def read_rows(paths: Iterable[str | Path]) -> list[dict]:
+    """
+    Rows of benchmark files.
+
+    Raises:
+        OSError: If a file is missing.
+        ValueError: If a file holds no rows, or something else.
+    """
+    rows = []
+    for path in map(Path, paths):
+        if not path.is_file():
+            raise OSError(f"`rows` {path} is no file; pass what `hf-drelay benchmark` wrote.")
+        found = recover_rows(path)
+        if not found:
+            raise ValueError(f"`rows` {path} holds no rows; run `hf-drelay benchmark` first.")
+        strange = next((row for row in found if not isinstance(row, dict) or not {"task", "way"} <= set(row)), None)
+        if strange is not None:
+            raise ValueError(f"`rows` {path} holds something else than benchmark rows: {str(strange)[:80]!r}.")
+        rows += found
+    return rows
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float] | None:
+    """Lower quartile, median and upper quartile; `None` without a value."""
+    values = [value for value in values if value is not None]
+    if not values:
+        return None
+    if len(values) == 1:
+        return (values[0],) * 3
+    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def merged_statistics(rows: Iterable[dict]) -> DraftStatistics | None:
+    """Statistics of all calls together; `None` if none of them drafted."""
+    total, found = DraftStatistics(), False
+    for row in rows:
+        if row["statistics"] is None:
+            continue
+        fields = DraftStatistics.__dataclass_fields__
+        known = {name: value for name, value in row["statistics"].items() if name in fields}
+        total.merge(DraftStatistics(**known))
+        found = True
+    return total if found else None
+
+
+def summarize(rows: list[dict]) -> list[dict]:
+    """
+    One record for each task and way, and for all tasks together (`task` is `"all"`).
+
+    `tokens_per_s` and `speedup` hold `(lower quartile, median, upper quartile)` over the prompts; `speedup_total` is
+    the ratio of all tokens by all seconds, which long answers dominate.
+    """
+    names = list(dict.fromkeys(row["way"] for row in rows))
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    records = []
+    for task in [*tasks, ALL_TASKS]:
+        for name in names:
+            chosen = [row for row in rows if row["way"] == name and task in (ALL_TASKS, row["task"])]
+            if chosen:
+                plain = [row for row in rows if row["way"] == PLAIN and task in (ALL_TASKS, row["task"])]
+                records.append(_summarize_way(task, name, chosen, plain))
+    return records
+
+
+def _summarize_way(task: str, name: str, rows: list[dict], plain_rows: list[dict]) -> dict:
+    drafted = merged_statistics(rows)
+    rate, plain_rate = _total_rate(rows), _total_rate(plain_rows)
+    compared = [row for row in rows if row.get("identical") is not None]
+    first = rows[0]
+    return {
+        "task": task,
+        "way": name,
+        "kind": first["kind"],
+        "loop_gate": first.get("loop_gate"),
+        "max_stages": first.get("max_stages"),
+        "num_draft_tokens": first.get("num_draft_tokens"),
+        "drafter": first.get("drafter"),
+        "block_size": first.get("block_size"),
+        "num_prompts": len({(row["task"], row["prompt"]) for row in rows}),
+        "num_turns": len(rows),
+        "num_tokens": sum(row["num_tokens"] for row in rows),
+        "tokens_per_s": quartiles([row["tokens_per_s"] for row in rows]),
+        "speedup": quartiles([row["speedup"] for row in rows]),
+        "speedup_total": rate / plain_rate if plain_rate else None,
+        "break_even_tau": _median(row["break_even_tau"] for row in rows),
+        "overhead_share": _median(row["overhead_share"] for row in rows),
+        "round_ms": _round_ms(rows),
+        "peak_memory_mb": max(row["peak_memory_mb"] for row in rows),
+        "num_compared": len(compared),
+        "num_identical": sum(row["identical"] for row in compared),
+        "largest_gap": max((row["divergence"]["logit_gap"] for row in compared if row["divergence"]), default=None),
+        "statistics": None if drafted is None else drafted.to_dict(),
+    }
+
+
+def _total_rate(rows: list[dict]) -> float:
+    seconds = sum(statistics.median(row["walltimes_s"]) for row in rows)
+    return sum(row["num_tokens"] for row in rows) / seconds if seconds else 0.0
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    found = quartiles(list(values))
+    return None if found is None else found[1]
+
+
+def _round_ms(rows: list[dict]) -> dict[str, float] | None:
+    """Mean ms of each phase in a round; the prefill is no round. Its overhead counts among that of the rounds."""
+    rows = [row for row in rows if row["phases_ms"] is not None and row["num_forwards"]]
+    num_rounds = sum(row["num_forwards"] for row in rows)
+    if not num_rounds:
+        return None
+    return {phase: sum(row["phases_ms"][phase] for row in rows) / num_rounds for phase in PHASES if phase != "prefill"}
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def spread(values: tuple | None, digits: int = 2) -> str:
+    """Median with its quartiles."""
+    return "–" if values is None else f"{values[1]:.{digits}f} ({values[0]:.{digits}f} .. {values[2]:.{digits}f})"
+
+
+# Heading and content of the columns of a result table.
+COLUMNS: tuple[tuple[str, Callable[[dict], str]], ...] = (
+    ("way", lambda r: r["way"]),
+    ("τ", lambda r: number(_drafted(r, "acceptance_length"))),
+    ("break-even τ", lambda r: number(r["break_even_tau"] if r["kind"] in ("drafter", "prompt_lookup") else None)),
+    ("stages / round", lambda r: number(_drafted(r, "mean_stages"))),
+    ("repairs right / harmful", lambda r: _repairs(r)),
+    ("draft / select / verify / overhead, ms a round", lambda r: _phases(r)),
+    ("tokens/s", lambda r: spread(r["tokens_per_s"], 1)),
+    ("speedup", lambda r: spread(r["speedup"])),
+    ("peak memory, MiB", lambda r: number(r["peak_memory_mb"], 0)),
+    ("identical", lambda r: _identical(r)),
+)
+
+
+def _drafted(record: dict, name: str) -> float | None:
+    return None if record["statistics"] is None else record["statistics"][name]
+
+
+def _repairs(record: dict) -> str:
+    if record["statistics"] is None or record["kind"] != "drafter":
+        return "–"
+    classes = record["statistics"]["slot_classes"]
+    return f"{classes['repaired_right']} / {classes['repaired_harmful']}"
+
+
+def _phases(record: dict) -> str:
+    if record["round_ms"] is None:
+        return "–"
+    return " / ".join(number(record["round_ms"][phase], 1) for phase in PHASES if phase != "prefill")
+
+
+def _identical(record: dict) -> str:
+    if not record["num_compared"]:
+        return "–"
+    gap = "" if record["largest_gap"] is None else f", largest logit gap {record['largest_gap']:.2g}"
+    return f"{record['num_identical']} / {record['num_compared']}{gap}"
+
+
+def table_rows(records: list[dict], task: str) -> list[list[str]]:
+    """Cells of the table of one task."""
+    return [[cell(record) for _, cell in COLUMNS] for record in records if record["task"] == task]
+
+
+def markdown_table(records: list[dict], task: str) -> str:
+    """The table of one task for README files and cards."""
+    lines = ["| " + " | ".join(heading for heading, _ in COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    lines += ["| " + " | ".join(cells) + " |" for cells in table_rows(records, task)]
+    return "\n".join(lines)
+
+
+def circumstances(rows: list[dict]) -> list[str]:
+    """What was measured, where and how: a sentence for each run in the rows."""
+    sentences = []
+    for run in dict.fromkeys(row["run"] for row in rows):
+        chosen = [row for row in rows if row["run"] == run]
+        row, settings, machine = chosen[0], chosen[0]["settings"], chosen[0]["environment"]
+        counts = {}
+        for other in chosen:
+            counts.setdefault(other["source"] or other["task"], set()).add(other["prompt"])
+        data = ", ".join(f"{len(prompts)} of {source}" for source, prompts in counts.items())
+        sha = (row["target_weights_sha256"] or "unknown")[:12]
+        sentences.append(
+            f"Prompts: {data}; at most {settings['max_new_tokens']} new tokens, temperature "
+            f"{settings['temperature']:g}, seed {settings['seed']}, batch {row['batch_size']}, template mode "
+            f"{settings['template_mode'] or 'default'}. Target {row['target']} ({row['target_origin']}, revision "
+            f"{row['target_revision'] or 'unknown'}, weights {sha}), {row['dtype']}, attention {row['attention']}; "
+            f"{machine['device']}, {machine['cpu_threads']} threads, torch {machine['torch']}, transformers "
+            f"{machine['transformers']}, hf_drelay {machine['hf_drelay']}. All ways ran interleaved in one process "
+            "behind a warm-up; times include the prefill; τ counts the bonus token and leaves out rounds without a "
+            "draft; speedup is the ratio of tokens/s to plain generate() on the same prompt, median and quartiles "
+            "over turns."
+        )
+    return sentences
+
+
+def markdown(rows: list[dict]) -> str:
+    """All tables with their circumstances."""
+    records = summarize(rows)
+    parts = []
+    tasks = list(dict.fromkeys(record["task"] for record in records))
+    for task in tasks if len(tasks) > 2 else tasks[:1]:
+        parts += [f"**{task}**", markdown_table(records, task)]
+    return "\n\n".join([*parts, *circumstances(rows)]) + "\n"

@@ -1,0 +1,293 @@
+"""The benchmark on tiny models: right counts, history, resuming, phases, and drafters whose figures are known."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from hf_drelay.evaluation import benchmark as module
+from hf_drelay.evaluation.benchmark import BenchmarkConfig, run_benchmark, token_origins
+from hf_drelay.evaluation.measure import PHASES, Measurement, TargetClock, measure
+from hf_drelay.evaluation.tasks import Conversation
+from hf_drelay.evaluation.ways import PLAIN, PROMPT_LOOKUP, drafter_way, plain_way, prompt_lookup_way, standard_ways
+from hf_drelay.modeling.draft_statistics import DraftStatistics
+
+
+CONVERSATIONS = [
+    Conversation("gsm8k", 0, ("What is 5+7?",)),
+    Conversation("mt_bench", 0, ("Hello", "and then?")),
+    Conversation("mt_bench", 4, ("", "")),
+    Conversation("mt_bench", 2, ("你好 мир", "x" * 900)),
+]
+NUM_TURNS = 7
+CONFIG = BenchmarkConfig(max_new_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def parts(tiny):
+    """`(target, tokenizer, ways)`."""
+    target = tiny.build_target("llama")
+    ways = [plain_way(), prompt_lookup_way(), drafter_way("tiny", tiny.build_drafter(target))]
+    return target, tiny.build_tokenizer(tiny.VOCAB_SIZE), ways
+
+
+def run(parts, output, config=CONFIG, conversations=CONVERSATIONS, **kwargs) -> list[dict]:
+    target, tokenizer, ways = parts
+    return run_benchmark(target, tokenizer, ways, conversations, config, output, quiet=True, **kwargs)
+
+
+def keys(rows) -> list[tuple]:
+    return [(row["task"], row["prompt"], row["turn"], row["way"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def measured(parts, tmp_path_factory):
+    output = tmp_path_factory.mktemp("rows") / "rows.json"
+    return run(parts, output), output
+
+
+class TestRows:
+    def test_every_way_has_one_row_for_every_turn(self, measured):
+        rows, output = measured
+        assert len(rows) == len(set(keys(rows))) == NUM_TURNS * 3
+        assert [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()] == rows
+
+    def test_phases_add_up_to_the_walltime(self, measured):
+        for row in measured[0]:
+            assert tuple(row["phases_ms"]) == PHASES
+            assert min(row["phases_ms"].values()) >= 0
+            assert sum(row["phases_ms"].values()) == pytest.approx(row["phases_walltime_ms"], rel=0.05)
+            assert row["phases_walltime_ms"] == pytest.approx(1e3 * row["walltimes_s"][0])
+
+    def test_greedy_outputs_are_compared(self, measured):
+        assert all(row["identical"] is True and row["divergence"] is None for row in measured[0])
+
+    def test_long_prompt_is_cut_and_says_so(self, measured):
+        cut = {row["prompt_tokens_cut"] for row in measured[0] if (row["prompt"], row["turn"]) == (2, 1)}
+        assert len(cut) == 1 and cut.pop() > 0
+
+    def test_plain_is_measured_against_itself(self, measured):
+        plain = [row for row in measured[0] if row["way"] == PLAIN]
+        assert all(row["speedup"] == 1 and row["break_even_tau"] == 1 and row["overhead_share"] == 0 for row in plain)
+
+    def test_row_says_what_was_measured_and_where(self, measured):
+        row = measured[0][2]
+        assert row["drafter_weights_sha256"] != row["target_weights_sha256"]
+        assert row["settings"]["max_new_tokens"] == 10 and row["environment"]["torch"] == torch.__version__
+        assert row["dtype"] == "float32" and row["block_size"] == 5 and row["batch_size"] == 1
+
+    def test_pieces_make_up_the_text(self, measured):
+        for row in measured[0]:
+            if row["pieces"] is not None:
+                plain = next(r for r in measured[0] if keys([r])[0] == (*keys([row])[0][:3], PLAIN))
+                assert "".join(text for text, _ in row["pieces"]) == plain["text"]
+
+    def test_second_turn_sees_the_plain_answer(self, parts, tmp_path, monkeypatch):
+        asked = []
+        original = module.encode_conversation
+
+        def encode(tokenizer, turns, answers, *rest):
+            asked.append((list(turns), list(answers)))
+            return original(tokenizer, turns, answers, *rest)
+
+        monkeypatch.setattr(module, "encode_conversation", encode)
+        rows = run(parts, tmp_path / "rows.json", conversations=CONVERSATIONS[1:2])
+        first = next(row["text"] for row in rows if row["way"] == PLAIN and row["turn"] == 0)
+        assert asked == [(["Hello"], []), (["Hello", "and then?"], [first])]
+
+    def test_sampled_rows_are_not_compared(self, parts, tmp_path):
+        rows = run(parts, tmp_path / "rows.json", BenchmarkConfig(4, temperature=1.0), CONVERSATIONS[:1])
+        assert len(rows) == 3 and not any("identical" in row for row in rows)
+
+
+class TestOrder:
+    def test_ways_take_turns_and_the_warm_up_is_no_row(self, parts, tmp_path, monkeypatch):
+        calls = []
+        monkeypatch.setattr(
+            module, "measure", lambda t, i, way, *a, **k: calls.append(way.name) or measure(t, i, way, *a, **k)
+        )
+        rows = run(parts, tmp_path / "rows.json")
+        groups = [calls[i : i + 3] for i in range(0, len(calls), 3)]
+        assert len(calls) == len(rows) and all(len(set(group)) == 3 for group in groups)
+        assert len({tuple(group) for group in groups}) > 1
+        for row in rows:
+            assert 0 <= row["order"] < 3
+
+    def test_every_way_is_warmed_up_once_before_the_first_measurement(self, parts, tmp_path, monkeypatch):
+        warm = []
+        monkeypatch.setattr(module, "timed_generate", lambda *a, **k: warm.append(k.get("max_new_tokens")))
+        run(parts, tmp_path / "rows.json", conversations=CONVERSATIONS[:2])
+        assert warm == [10] * 6  # timed and profiled, three ways
+
+
+class TestResume:
+    @pytest.mark.parametrize("seed", range(4))
+    def test_killed_anywhere_it_neither_loses_nor_repeats_a_row(self, parts, measured, tmp_path, seed):
+        rows, output = measured
+        data = output.read_bytes()
+        cut = random.Random(seed).randrange(1, len(data))
+        killed = tmp_path / "rows.json"
+        killed.write_bytes(data[:cut])
+        resumed = run(parts, killed, resume=True)
+        assert sorted(keys(resumed)) == sorted(keys(rows))
+        assert [json.loads(line) for line in killed.read_text(encoding="utf-8").splitlines()] == resumed
+        # What was whole is kept to the letter, walltimes included.
+        whole = data[:cut].count(b"\n") // 3 * 3
+        assert resumed[:whole] == rows[:whole]
+
+    def test_finished_run_measures_nothing_more(self, parts, measured, tmp_path, monkeypatch):
+        rows, output = measured
+        copy = tmp_path / "rows.json"
+        copy.write_bytes(output.read_bytes())
+        monkeypatch.setattr(module, "measure", None)
+        assert run(parts, copy, resume=True) == rows
+
+    def test_history_of_a_resumed_conversation_is_the_stored_answer(self, parts, tmp_path):
+        output = tmp_path / "rows.json"
+        rows = run(parts, output, conversations=CONVERSATIONS[1:2])
+        output.write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
+        again = run(parts, output, conversations=CONVERSATIONS[1:2], resume=True)
+        assert [row["prompt_tokens"] for row in again] == [row["prompt_tokens"] for row in rows]
+        assert again[3]["text"] == rows[3]["text"]
+
+    def test_rows_are_not_overwritten_without_the_flag(self, parts, measured):
+        with pytest.raises(ValueError, match="has rows already. Add `--resume`"):
+            run(parts, measured[1])
+
+    def test_rows_of_other_settings_are_refused(self, parts, measured):
+        before = measured[1].read_bytes()
+        with pytest.raises(ValueError, match="rows of another run"):
+            run(parts, measured[1], BenchmarkConfig(max_new_tokens=11), resume=True)
+        assert measured[1].read_bytes() == before
+
+    def test_foreign_file_is_refused(self, parts, tmp_path):
+        output = tmp_path / "notes.txt"
+        output.write_text("not rows\n")
+        with pytest.raises(ValueError, match="no file of result rows"):
+            run(parts, output, resume=True)
+        assert output.read_text() == "not rows\n"
+
+
+def inputs_of(tiny, length: int = 12) -> dict:
+    ids = tiny.prompt_ids(length)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+class TestKnownDrafters:
+    def test_perfect_drafter_has_a_tau_of_k_plus_one(self, tiny):
+        target, inputs = tiny.build_target("llama"), inputs_of(tiny)
+        # One token of the prefill, and rounds of five: four drafts and the bonus token.
+        reference = tiny.greedy(target, inputs["input_ids"], max_new_tokens=1 + 5 * 6)[0].tolist()
+        drafter = tiny.scripted_drafter(target, reference, spoiled=0.0, use_selector=False)
+        way = drafter_way("perfect", drafter)
+        result = measure(target, inputs, way, do_sample=False, max_new_tokens=31)
+        assert result.statistics.acceptance_length == 5 == drafter.config.num_drafts + 1
+        assert result.num_forwards == 6 and result.round_lengths == [5] * 6
+        assert result.new_ids == reference[12:]
+        assert token_origins(result) == "t" + "kkkkt" * 6
+
+    def test_drafter_that_proposes_nothing_loses_exactly_its_overhead(self, tiny, monkeypatch):
+        """With the clock replaced by one that counts, walltimes are exact: the speedup is one minus the overhead."""
+        target, inputs = tiny.build_target("llama"), inputs_of(tiny)
+        drafter = tiny.build_drafter(target)
+        way = drafter_way("silent", drafter)
+        for view in (way.assistant, way.profiled_assistant):
+            build = view.build_candidate_generator
+
+            def silent(*args, build=build, **kwargs):
+                generator = build(*args, **kwargs)
+                generator.can_draft = False
+                return generator
+
+            monkeypatch.setattr(view, "build_candidate_generator", silent)
+        arguments = {"do_sample": False, "max_new_tokens": 12}
+        plain = measure(target, inputs, plain_way(), **arguments)
+        silent = measure(target, inputs, way, **arguments)
+        assert silent.new_ids == plain.new_ids and silent.statistics.num_rounds == 0
+        assert silent.num_forwards == plain.num_forwards
+        # Give the target's forwards, which are the same work, the same time; everything else as measured.
+        for phase in ("prefill", "verify"):
+            silent.phases_walltime_ms += plain.phases_ms[phase] - silent.phases_ms[phase]
+            silent.phases_ms[phase] = plain.phases_ms[phase]
+        speedup = plain.phases_walltime_ms / silent.phases_walltime_ms
+        figures = module._phase_figures(silent, plain)
+        assert figures["overhead_share"] == pytest.approx(1 - speedup, abs=1e-9)
+        assert figures["phases_ms"]["overhead"] > 0
+
+    def test_prompt_lookup_is_counted_from_the_targets_forwards(self, tiny):
+        """On a text that repeats itself, drafts copied from it are accepted."""
+        target = tiny.build_cycle_target(8)
+        ids = torch.tensor([target.generate(torch.tensor([[1]]), do_sample=False, max_new_tokens=20)[0].tolist()])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        result = measure(target, inputs, prompt_lookup_way(3), do_sample=False, max_new_tokens=17)
+        assert result.statistics.acceptance_length > 3
+        # The host's loop lets it draft with the prefill already, which is no round.
+        assert 17 - sum(result.round_lengths) == 4 and max(result.round_lengths) == 4
+        plain = measure(target, inputs, plain_way(), do_sample=False, max_new_tokens=17)
+        assert plain.new_ids == result.new_ids and plain.statistics is None
+
+    @pytest.mark.parametrize("options", [{}, {"loop_gate": float("-inf"), "max_stages": 3}], ids=["one", "loop"])
+    def test_rounds_seen_from_the_target_are_those_that_the_drafter_counts(self, tiny, options):
+        target, inputs = tiny.build_target("llama"), inputs_of(tiny)
+        reference = tiny.greedy(target, inputs["input_ids"], max_new_tokens=40)[0].tolist()
+        view = tiny.scripted_drafter(target, reference).with_options(**options)
+        with TargetClock(target) as clock:
+            output = tiny.greedy(target, inputs["input_ids"], view, max_new_tokens=40)
+        seen, counted = clock.statistics(output.shape[1]), view.statistics
+        assert max(counted.num_accepted) > 2, "nothing accepted shows nothing"
+        assert seen.num_committed == counted.num_committed and seen.num_drafted == counted.num_drafted
+        assert seen.num_accepted == counted.num_accepted and seen.num_plain_rounds == counted.num_plain_rounds
+
+    def test_clock_leaves_nothing_behind(self, tiny):
+        target = tiny.build_target("llama")
+        with TargetClock(target):
+            pass
+        assert not target._forward_hooks and not target._forward_pre_hooks
+
+
+class TestOrigins:
+    def test_plain_rounds_stand_between_drafted_ones(self):
+        statistics = DraftStatistics()
+        statistics.add_round([5, 6, 7], [0, 1, 0], [5, 8, 7], [5, 6, 9], num_stages=1)
+        statistics.num_plain_rounds += 1
+        statistics.add_round([5], [0], [5], [5, 6], num_stages=1)
+        result = Measurement([0] * 7, [1.0], statistics=statistics, round_lengths=[3, 1, 2], round_widths=[4, 1, 2])
+        assert token_origins(result) == "t" + "krt" + "t" + "kt"
+
+    def test_rounds_that_nobody_recorded_count_as_kept(self):
+        statistics = DraftStatistics(num_committed=[3], num_accepted=[2], num_drafted=[2], num_stages=[1])
+        result = Measurement([0] * 4, [1.0], statistics=statistics, round_lengths=[3], round_widths=[9])
+        assert token_origins(result) == "tkkt"
+
+
+class TestWays:
+    def test_standard_ways_are_baselines_and_every_gate_the_drafter_takes(self, tiny):
+        target = tiny.build_target("llama")
+        drafter = tiny.build_drafter(target)
+        names = [way.name for way in standard_ways(target, [("a", drafter), ("b", drafter)])]
+        assert names[:4] == [PLAIN, PROMPT_LOOKUP, "a", "a + DLoop -0.5"]
+        assert {"b", "b + DLoop -0.5"} <= set(names) and len(set(names)) == len(names)
+
+    def test_every_way_becomes_a_row_that_json_takes(self, tiny):
+        target = tiny.build_target("llama")
+        way = drafter_way("open", tiny.build_drafter(target), loop_gate=float("-inf"))
+        assert json.loads(json.dumps(way.description, allow_nan=False))["loop_gate"] == "-inf"
+
+    def test_plain_way_is_needed(self, parts, tmp_path):
+        target, tokenizer, ways = parts
+        with pytest.raises(ValueError, match="`ways` lacks 'plain'"):
+            run_benchmark(target, tokenizer, ways[1:], CONVERSATIONS, CONFIG, tmp_path / "rows.json")
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"max_new_tokens": 0}, "`max_new_tokens` is 0"),
+            ({"repeats": 0}, "`repeats` is 0"),
+            ({"temperature": -1.0}, "`temperature` is -1.0"),
+            ({"top_p": 0.9}, "`top_p` 0.9 has no effect at `temperature` 0"),
+        ],
+    )
+    def test_impossible_settings_are_named(self, fields, message):
+        with pytest.raises(ValueError, match=message):
+            BenchmarkConfig(**fields)

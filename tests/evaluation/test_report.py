@@ -1,0 +1,154 @@
+"""Summaries counted by hand, and a report that needs nothing but itself."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from hf_drelay.evaluation.figures import FIGURES, draw_figures
+from hf_drelay.evaluation.records import append_rows
+from hf_drelay.evaluation.report import write_report
+from hf_drelay.evaluation.summary import ALL_TASKS, COLUMNS, markdown, quartiles, read_rows, summarize, table_rows
+
+
+class TestSummary:
+    @pytest.mark.parametrize(
+        ("values", "expected"),
+        [([], None), ([None], None), ([3.0], (3.0, 3.0, 3.0)), ([1.0, 2.0, 3.0, 4.0, 5.0], (2.0, 3.0, 4.0))],
+    )
+    def test_quartiles(self, values, expected):
+        assert quartiles(values) == expected
+
+    def test_figures_of_two_rows(self, invented_rows):
+        rows = [row for row in invented_rows(["gsm8k"], num_prompts=2) if row["kind"] != "prompt_lookup"]
+        plain = [row for row in rows if row["way"] == "plain"]
+        drafted = [row for row in rows if row["loop_gate"] is None and row["kind"] == "drafter"]
+        record = next(r for r in summarize(rows) if r["task"] == ALL_TASKS and r["way"] == drafted[0]["way"])
+        assert record["num_prompts"] == record["num_turns"] == 2
+        assert record["speedup"][1] == pytest.approx((drafted[0]["speedup"] + drafted[1]["speedup"]) / 2)
+        rates = [sum(r["num_tokens"] for r in x) / sum(r["walltimes_s"][0] for r in x) for x in (drafted, plain)]
+        assert record["speedup_total"] == pytest.approx(rates[0] / rates[1])
+        committed = [n for row in drafted for n in row["statistics"]["num_committed"]]
+        assert record["statistics"]["acceptance_length"] == pytest.approx(sum(committed) / len(committed))
+        phases = [row["phases_ms"]["verify"] for row in drafted]
+        assert record["round_ms"]["verify"] == pytest.approx(sum(phases) / 80)
+
+    def test_table_has_a_cell_for_every_column(self, invented_rows):
+        records = summarize(invented_rows(["gsm8k", "mbpp"]))
+        rows = table_rows(records, "mbpp")
+        assert len(rows) == 4 and all(len(cells) == len(COLUMNS) for cells in rows)
+
+    def test_markdown_has_every_task_and_the_circumstances(self, invented_rows):
+        text = markdown(invented_rows(["gsm8k", "mbpp"]))
+        assert text.count("| way | τ |") == 3 and "**all**" in text
+        assert "3 of gsm8k.jsonl, 3 of mbpp.jsonl; at most 128 new tokens, temperature 0" in text
+
+    def test_files_without_rows_are_named(self, tmp_path):
+        with pytest.raises(OSError, match="missing.json is no file"):
+            read_rows([tmp_path / "missing.json"])
+        (tmp_path / "empty.json").write_text("")
+        with pytest.raises(ValueError, match="empty.json holds no rows"):
+            read_rows([tmp_path / "empty.json"])
+        append_rows(tmp_path / "other.json", [{"name": "x"}])
+        with pytest.raises(ValueError, match="something else than benchmark rows"):
+            read_rows([tmp_path / "other.json"])
+
+
+class Page(HTMLParser):
+    """Tags that are open, and addresses that a browser would fetch."""
+
+    VOID = {"meta", "link", "br", "img", "path", "use", "rect"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.addresses, self.ids, self.tags = [], [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+        for name, value in attributes:
+            if name in ("src", "href", "xlink:href", "data"):
+                self.addresses.append(value)
+            if name == "id":
+                self.ids.append(value)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+class TestReport:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def page(cls, invented_rows, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("report")
+        headroom = {"num_errors": 2} | dict.fromkeys(
+            (
+                *("pool_coverage", "suffix_share_right", "control_share_right", "mean_oracle_gain"),
+                *("mean_selector_gain", "selector_share_of_ceiling", "num_covered", "num_suffix_right"),
+                *("num_suffix_cases", "num_control_right", "num_control_cases", "oracle_gain", "num_blocks"),
+                "selector_gain",
+            )
+        )
+        rows = invented_rows(["gsm8k", "mt_bench"], gates=(None, -1.0, -0.5))
+        write_report(rows, folder / "report.html", folder / "figures", folder / "tables.md", headroom)
+        return folder, (folder / "report.html").read_text(encoding="utf-8")
+
+    def test_page_is_whole_and_fetches_nothing(self, page):
+        parser = Page()
+        parser.feed(page[1])
+        assert not parser.open and parser.tags.count("svg") == len(FIGURES)
+        assert all(address.startswith(("#", "data:")) for address in parser.addresses)
+        assert not re.search(r"url\((?!#)|@import", page[1])
+        assert len(set(parser.ids)) == len(parser.ids), "identifiers must be unique in a page"
+
+    def test_every_reference_inside_the_page_has_its_aim(self, page):
+        ids = set(re.findall(r'\bid="([^"]+)"', page[1]))
+        used = set(re.findall(r'href="#([^"]+)"', page[1])) | set(re.findall(r"url\(#([^)]+)\)", page[1]))
+        assert used and used <= ids
+
+    def test_text_of_the_sample_is_escaped(self, page):
+        assert "&lt;b&gt;5&lt;/b&gt;" in page[1] and "<b>5</b>" not in page[1]
+
+    def test_page_follows_the_colour_scheme(self, page):
+        assert "prefers-color-scheme: dark" in page[1] and "var(--series-0)" in page[1]
+        assert "#0102" not in page[1] and "#010101" not in page[1], "a marker colour was left over"
+
+    def test_figures_are_files_too(self, page):
+        names = {path.name for path in (page[0] / "figures").iterdir()}
+        assert names == {f"{n}{s}.{e}" for n in FIGURES for s in ("", "_dark") for e in ("svg", "png")}
+        for path in (page[0] / "figures").glob("*.png"):
+            assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 5000
+
+    def test_axes_have_labels_and_legends_do_not_cover_anything(self, invented_rows):
+        from hf_drelay.evaluation.figures import LIGHT
+
+        rows = invented_rows(["gsm8k", "livecodebench"], gates=(None, -1.0, -0.5), drafters=("a" * 30, "b" * 30))
+        for name, (draw, _) in FIGURES.items():
+            figure = draw(summarize(rows), LIGHT)
+            figure.draw_without_rendering()
+            axes, legend = figure.axes[0], figure.legends[0]
+            assert axes.get_xlabel(), name
+            assert axes.get_ylabel() or [label.get_text() for label in axes.get_yticklabels()], name
+            box = legend.get_window_extent()
+            assert box.y0 >= axes.get_window_extent().y1 - 1, f"{name}: the legend reaches into the axes"
+            assert box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, f"{name}: the legend is cut"
+            label = axes.yaxis.label.get_window_extent()
+            assert label.y1 <= box.y0 + 1 or not axes.get_ylabel(), f"{name}: the label reaches into the legend"
+            assert label.y0 >= -1, f"{name}: the label is cut"
+
+    def test_records_without_drafts_give_fewer_figures(self, invented_rows):
+        rows = [row for row in invented_rows(["gsm8k"]) if row["kind"] == "plain"]
+        assert [figure.name for figure in draw_figures(summarize(rows))] == ["round_ms"]
+
+    def test_the_same_rows_give_the_same_page(self, page, invented_rows, tmp_path):
+        rows = [row for row in invented_rows(["gsm8k"]) if row["kind"] == "plain"]
+        for name in ("a", "b"):
+            write_report(rows, tmp_path / f"{name}.html")
+        assert (tmp_path / "a.html").read_text() == (tmp_path / "b.html").read_text()
