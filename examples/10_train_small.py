@@ -3,7 +3,7 @@
     python examples/10_train_small.py
 
 Needs: nothing but a CPU and about a minute.
-Prints the replayed acceptance length before and after. scripts/train_demo_drafter.py is the same for a real target.
+Prints the replayed acceptance length before and after. `hf-drelay train` is the same for a real target.
 """
 
 import tempfile

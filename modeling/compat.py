@@ -100,8 +100,3 @@ def check_hooked_signatures(mixin: type) -> None:
                 f"{sorted(missing)}), so `generate(assistant_model=...)` cannot reach the drafter. "
                 "Install a supported version: transformers>=5.17,<6."
             )
-
-
-def cache_keyword_of(forward) -> str:
-    """Name under which a model's `forward` takes its cache; `past_key_values` before 5.24."""
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import cached_file
 
-from .compat import cache_keyword_of
+from .compat import cache_parameter
 from .configuration_drelay import DRelayConfig
 from .modeling_base import Pool
 from .modeling_chain import ChainDrafter, ChainSession
@@ -57,7 +57,7 @@ class MtpDrafter(ChainDrafter):
             hidden,
             position_embeddings=self.rotary_emb(hidden, position_ids),
             attention_mask=mask,
-            **{cache_keyword_of(layer.forward): cache},
+            **{cache_parameter(layer.forward): cache},
         )
         return self.norm(hidden)
 
