@@ -94,9 +94,12 @@ class StopRule:
         """Whether each row can be asked about alone."""
         return all(type(criterion) is host_criteria.StopStringCriteria for criterion in self.others)
 
-    def __call__(self, input_ids: torch.LongTensor, last_ids: list[int], scores) -> list[bool]:
-        """Which rows of `input_ids` `(G, T)`, which end with `last_ids`, are done."""
-        is_over = self.max_length is not None and input_ids.shape[1] >= self.max_length
+    def __call__(self, input_ids: torch.LongTensor, length: int, last_ids: list[int], scores) -> list[bool]:
+        """
+        Which rows are done, that have `length` tokens and end with `last_ids`. Only criteria that are called need
+        `input_ids` `(G, length)`.
+        """
+        is_over = self.max_length is not None and length >= self.max_length
         is_over = is_over or (self.deadline_s is not None and time.time() > self.deadline_s)
         done = [is_over or token in self.eos_ids for token in last_ids]
         if self.others:
@@ -203,10 +206,15 @@ class Verifier:
         walked: list[list[int]] = [[] for _ in group.rows]
         token_ids: list[list[int]] = [[] for _ in group.rows]
         num_texts = [0] * len(group.rows)
-        agrees = True
+        # If nobody looks at the tokens meanwhile, they are appended at once.
+        is_watched = best is None or bool(self.stop.others) or self.streamer is not None
+        length, agrees = group.input_ids.shape[1], True
         while agrees and not group.is_done:
             tokens, ids, scores = self._choose(group, logits, drafts, places, best)
-            group.input_ids = torch.cat([group.input_ids, tokens[:, None]], dim=-1)
+            length += 1
+            if is_watched:
+                tokens = group.input_ids.new_tensor(ids) if tokens is None else tokens
+                group.input_ids = torch.cat([group.input_ids, tokens[:, None]], dim=-1)
             if self.streamer is not None:
                 self.streamer.put(tokens.cpu())
             self.outputs.add(scores, lambda p=tuple(places): step_outputs(list(p)))
@@ -214,7 +222,7 @@ class Verifier:
                 walked[row].append(place)
                 token_ids[row].append(token)
                 num_texts[row] += not group.is_finished[row]
-            done = self.stop(group.input_ids, ids, self.outputs.scores)
+            done = self.stop(group.input_ids, length, ids, self.outputs.scores)
             group.is_finished = [f or d for f, d in zip(group.is_finished, done, strict=True)]
             for row, token in enumerate(ids):
                 following = drafts[row].tree.child(places[row], token)
@@ -223,15 +231,17 @@ class Verifier:
                 agrees = agrees and (following is not None or is_padding)
                 places[row] = following if following is not None else min(places[row] + 1, num_places - 1)
             agrees = agrees and len(walked[0]) < num_places
+        if not is_watched:
+            group.input_ids = torch.cat([group.input_ids, group.input_ids.new_tensor(token_ids)], dim=-1)
         return Walk(walked, len(walked[0]), token_ids, num_texts)
 
     def _choose(self, group: RowGroup, logits, drafts, places, best):
-        """Tokens of a step as a tensor and as integers, and the scores they were chosen by."""
+        """Tokens of a step as a tensor (unless they are known already), as integers, and what they were chosen by."""
         if best is not None:
             ids = [best[row][place] for row, place in enumerate(places)]
             if self.stop.has_eos and any(group.is_finished):
                 ids = [self.pad_token_id if f else i for i, f in zip(ids, group.is_finished, strict=True)]
-            return group.input_ids.new_tensor(ids), ids, None
+            return None, ids, None
         index = torch.tensor(places, device=logits.device)
         raw = logits[torch.arange(len(places), device=logits.device), index].clone()  # processors may write to it
         scores = self.logits_processor(group.input_ids, raw)
