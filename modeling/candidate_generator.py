@@ -205,7 +205,8 @@ class DRelayCandidateGenerator:
 
     def feed(self, states: torch.Tensor) -> None:
         """Tapped hidden states `(1, n, L*H)` of newly verified positions; they are read when something is drafted."""
-        self._unread.append(states)
+        if states.shape[1]:  # a prompt may be padding only
+            self._unread.append(states)
 
     @torch.no_grad()
     def draft_round(self, input_ids: torch.LongTensor) -> list[DraftBlock]:

@@ -407,6 +407,10 @@ class DRelayConfig(PreTrainedConfig):
             f"`use_confidence_head` needs `head='markov'`; got {self.head!r}.",
         )
         check_confidence_threshold(self.confidence_threshold)
+        require(
+            not self.confidence_threshold or self.use_confidence_head,
+            f"`confidence_threshold` {self.confidence_threshold} needs `use_confidence_head=True`.",
+        )
         require(self.layout in LAYOUTS, f"`layout` is {self.layout!r}; expected one of {LAYOUTS}.")
         require(
             K >= 1 and self.block_size >= 2,
@@ -483,7 +487,8 @@ def check_draft_options(
             "block."
         )
     if loop_gate is not None and loop_gate != AUTO:
-        if isinstance(loop_gate, (bool, str)) or math.isnan(loop_gate) or loop_gate > 0:
+        is_number = isinstance(loop_gate, (int, float)) and not isinstance(loop_gate, bool)
+        if not is_number or math.isnan(loop_gate) or loop_gate > 0:
             raise ValueError(
                 f"`loop_gate` is {loop_gate!r}; it is compared with a log-probability, so pass a number of at most 0 "
                 "(such as -0.5; -inf always loops), 'auto' to weigh costs, or None to draft one stage."

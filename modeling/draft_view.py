@@ -74,10 +74,10 @@ class DraftView:
         unknown = set(options) - names
         if unknown:
             raise TypeError(f"`with_options` got unknown option `{unknown.pop()}`; it takes {sorted(names)}.")
-        in_config = [field.name for field in fields(DraftOptions) if field.default is MISSING]
-        defaults = {name: getattr(model.config, name) for name in in_config}
         self.model = model
-        self.options = DraftOptions(**(defaults | options))
+        self._given = options
+        if not isinstance(self.options.use_selector, bool):
+            raise ValueError(f"`use_selector` is {self.options.use_selector!r}; expected True or False.")
         if options.get("use_selector") and model.selector is None:
             raise ValueError("`use_selector` is True, but this drafter has no selector; leave the option out.")
         if options.get("confidence_threshold") and getattr(model.selector, "confidence_head", None) is None:
@@ -102,14 +102,19 @@ class DraftView:
         self._cost_models: dict[int, CostModel] = {}  # by batch size: costs outlive a call
 
     @property
+    def options(self) -> DraftOptions:
+        """What was given to this view, and for the rest what the configuration says now."""
+        in_config = [field.name for field in fields(DraftOptions) if field.default is MISSING]
+        return DraftOptions(**({name: getattr(self.config, name) for name in in_config} | self._given))
+
+    @property
     def config(self):
         """Configuration of the drafter; the host reads the vocabulary and special tokens from it."""
         return self.model.config
 
     def with_options(self, **options) -> "DraftView":
         """Another view with these options changed."""
-        current = {field.name: getattr(self.options, field.name) for field in fields(DraftOptions)}
-        return DraftView(self.model, **(current | options))
+        return DraftView(self.model, **(self._given | options))
 
     def check_generation(self, target, generation_config, arguments) -> bool:
         """
@@ -173,6 +178,7 @@ class DraftView:
         if not self._takes(call):
             return None
         _check_cache(cache_argument(call))
+        self._check_length(target, call["generation_config"])
         return SpeculativeLoop(self, target, input_ids, **call).run()
 
     def cost_model(self, batch_size: int = 1) -> CostModel | None:
@@ -188,6 +194,16 @@ class DraftView:
         """
         is_parallel = self.config.backbone == "parallel"
         return self.options.decoding_loop == "own" and is_parallel and not call.get("synced_gpus")
+
+    def _check_length(self, target, generation_config) -> None:
+        limit = self.model.adapter(target).exact_length
+        if limit is not None and generation_config.max_length > limit:
+            raise ValueError(
+                f"`max_length` {generation_config.max_length} goes beyond the {limit} positions up to which the "
+                f"rotary embedding of {type(target).__name__} is the same for every length; beyond them several "
+                "tokens in a forward do not give the logits of one at a time. Decode fewer, or call generate() "
+                "without `assistant_model`."
+            )
 
     def for_call(self, target, input_ids, call) -> dict:
         """
@@ -207,6 +223,7 @@ class DraftView:
             )
         cache = cache_argument(call)
         _check_cache(cache)
+        self._check_length(target, call["generation_config"])
         filled = int(cache.get_seq_length())
         if filled > 0:
             raise ValueError(

@@ -75,6 +75,7 @@ class StepOutputs:
                     states[rows, index.to(states.device)][:, None] for states in outputs.hidden_states
                 )
             if self.attentions is not None:
+                # Fused attention returns no weights: nothing for any layer.
                 attentions = tuple(
                     torch.cat(
                         [
@@ -82,7 +83,7 @@ class StepOutputs:
                             for row, tree, place in zip(rows, trees, places, strict=True)
                         ]
                     )
-                    for layer, cache_layer in zip(outputs.attentions, cache.layers, strict=True)
+                    for layer, cache_layer in zip(outputs.attentions or (), cache.layers, strict=False)
                 )
             return SimpleNamespace(attentions=attentions, hidden_states=hidden_states)
 

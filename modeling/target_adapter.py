@@ -57,6 +57,21 @@ class TargetAdapter:
         self.head = target.get_output_embeddings()
         self._head_rows = head_rows
 
+    @property
+    def exact_length(self) -> int | None:
+        """
+        Positions up to which a forward over several tokens gives the logits of one token at a time; `None` without a
+        limit. Beyond it, some rotary embeddings change all their frequencies with the longest position of a forward.
+        """
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+        kinds = [kind for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")]
+        if not kinds:
+            return None
+        own = getattr(self.config, "original_max_position_embeddings", None)
+        limits = [kind.get("original_max_position_embeddings") or own for kind in kinds]
+        return min(limit or self.config.max_position_embeddings for limit in limits)
+
     def embed(self, token_ids: torch.LongTensor) -> torch.Tensor:
         """Target embeddings `(..., H)` of `token_ids` `(...)`, on the device of the ids."""
         device = _device_of(self.embedding)

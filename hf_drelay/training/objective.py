@@ -207,7 +207,11 @@ class JointObjective:
             valid=blocks.inside(batch.lengths, offset + 1, K),
             columns=columns,
             logits=slot_logits(
-                self.adapter, hidden, picked.clamp(min=0), num_top, drafter.draft_token_ids, self.config.chunk_rows
+                lambda rows: drafter.logits(rows, self.adapter),
+                hidden,
+                picked.clamp(min=0),
+                num_top,
+                self.config.chunk_rows,
             ),
         )
 

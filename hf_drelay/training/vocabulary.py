@@ -5,6 +5,7 @@ function of a few of them, so the head runs on some blocks at a time and runs ag
 of logits is then `chunk_rows * Vd` fp32 numbers, a few times over, whatever the batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,25 +31,23 @@ class SlotLogits:
 
 
 def slot_logits(
-    adapter,
+    head: Callable[[torch.Tensor], torch.FloatTensor],
     hidden_states: torch.Tensor,
     columns: torch.LongTensor,
     num_top: int,
-    token_ids: torch.LongTensor | None,
     chunk_rows: int = 1024,
 ) -> SlotLogits:
     """
     Args:
-        adapter (`TargetAdapter`): Its head gives the logits.
+        head (`Callable`): Logits `(n, K, Vd)`, fp32, of hidden states `(n, K, H)`.
         hidden_states (`torch.FloatTensor` of shape `(N, K, H)`): Backbone row of each slot.
         columns (`torch.LongTensor` of shape `(N, K, G)`): Columns to pick.
         num_top (`int`): How many of the largest logits to keep, at most the (draft) vocabulary.
-        token_ids (`torch.LongTensor` of shape `(Vd,)`, *optional*): Shortlist.
         chunk_rows (`int`): Slots whose logits exist at the same time.
     """
 
     def compute(hidden, columns):
-        logits = adapter.logits(hidden, token_ids)
+        logits = head(hidden)
         top = logits.topk(min(num_top, logits.shape[-1]), dim=-1)
         return logits.logsumexp(dim=-1), logits.gather(2, columns), top.values, top.indices
 

@@ -101,12 +101,9 @@ def test_a_folder_that_is_not_lossless_is_refused(repository):
     """A copy of the code that changes the target's logits stands for any fault of the loop."""
     view = repository / "draft_view.py"
     source = view.read_text()
-    marker = "        self.statistics = generator.statistics\n"
+    marker = "        return SpeculativeLoop("
     assert marker in source
-    fault = (
-        marker + "        processors = logits_processor\n"
-        "        processors.append(lambda ids, scores: scores.roll(1, dims=-1))\n"
-    )
+    fault = '        call["logits_processor"].append(lambda ids, scores: scores.roll(1, dims=-1))\n' + marker
     view.write_text(source.replace(marker, fault))
     with pytest.raises(RuntimeError, match="is not lossless: . of 6 greedy texts differ"):
         check_repository(repository)

@@ -292,15 +292,12 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
     def head_inputs(rows, anchor_ids, session):
         inputs = DRelayModel.head_inputs(model, rows, anchor_ids, session)
         inputs.pool = script.rewrite(inputs.pool, session.anchor_position)
-        inputs.pool.hints = script.hints(inputs.pool, session.anchor_position)
+        script.stage_hints = script.hints(inputs.pool, session.anchor_position)
         return inputs
 
     def score(state, path_ids, first=0):
-        pool = state.pool if hasattr(state, "pool") else state.inputs.pool
-        return (
-            type(model.selector).score(model.selector, state, path_ids, first)
-            + (pool.hints[:, first : path_ids.shape[1]])
-        )
+        scores = type(model.selector).score(model.selector, state, path_ids, first)
+        return scores + script.stage_hints[:, first : path_ids.shape[1]]
 
     def chain_pool(states, session, slot):
         # Rows of the chain count what was drafted: the one that is being scored is among them but in a first stage.
