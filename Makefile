@@ -5,11 +5,14 @@
 #   make test-lowest   the same tests on the oldest supported transformers
 #   make lint          check style; `make format` repairs what can be repaired
 #
-# Arguments for pytest go into PYTEST_ARGS, for example: make test PYTEST_ARGS="-k targets -x"
+# Arguments for pytest go into PYTEST_ARGS, for example: make test PYTEST_ARGS="-k targets -x -n 0". The tests run on two
+# processes, each file on one of them; PROCESSES sets another number.
 
 PYTHON ?= python3
 PROMPT ?= Explain in three sentences why the sky is blue.
 PYTEST_ARGS ?=
+PROCESSES ?= 2
+PYTEST := -m pytest -n $(PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 # Without an NVIDIA GPU torch is pinned and installed first, so that nothing else chooses another build of it. Where pip
 # is configured with an index or a folder of CPU wheels (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS), it is taken from there.
@@ -21,10 +24,10 @@ demo: .venv/.installed
 	.venv/bin/hf-drelay generate "$(PROMPT)"
 
 test: .venv/.installed
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	.venv/bin/python $(PYTEST)
 
 test-lowest: .venv-lowest/.installed
-	.venv-lowest/bin/python -m pytest $(PYTEST_ARGS)
+	.venv-lowest/bin/python $(PYTEST)
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

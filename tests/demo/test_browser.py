@@ -81,6 +81,20 @@ def send(page, text: str) -> None:
     page.click("#dr-send")
 
 
+def watch_rounds(page) -> None:
+    """Note how many rounds the page shows whenever it changes; a look now and then could come too late."""
+    page.evaluate(
+        """selector => {
+            window.seenRounds = [];
+            new MutationObserver(() => {
+                const count = document.querySelectorAll(selector).length;
+                if (count && !window.seenRounds.includes(count)) window.seenRounds.push(count);
+            }).observe(document.body, {childList: true, subtree: true});
+        }""",
+        ROUND,
+    )
+
+
 def wait_until_done(page, tokens: int = 128) -> None:
     page.wait_for_selector(f"#dr-figures >> text=/^{tokens}$/")
 
@@ -93,11 +107,12 @@ def origins(page) -> set[str]:
 @pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 def test_answer_arrives_token_by_token_and_a_round_opens(visit, width):
     page = visit(width)
+    watch_rounds(page)
     send(page, "abcab")
-    page.wait_for_selector(ROUND)
-    early = page.locator(ROUND).count()
     wait_until_done(page)
-    assert 0 < early < page.locator(ROUND).count()
+    seen = page.evaluate("window.seenRounds")
+    assert len(seen) > 1 and seen == sorted(seen)
+    assert seen[-1] == page.locator(ROUND).count()
     assert {"draft", "repair", "correction"} <= origins(page)
     page.locator(ROUND).nth(4).click()
     page.wait_for_selector("#dr-pools .dr-slot")
