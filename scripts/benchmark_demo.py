@@ -18,7 +18,7 @@ from hf_drelay import DRelayModel, load_demo_target
 from hf_drelay.evaluation.divergence import first_divergence
 from hf_drelay.evaluation.records import environment, write_json
 from hf_drelay.evaluation.timing import timed_generate
-from hf_drelay.modeling.configuration_drelay import PROPOSALS
+from hf_drelay.modeling.configuration_drelay import DECODING_LOOPS, PROPOSALS
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.targets import describe_demo_target, resolve_drafter
 from hf_drelay.training.data import encode_prompt, read_prompts
@@ -36,6 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--proposal", choices=PROPOSALS, help="default: that of the drafter's configuration")
     parser.add_argument("--loop-gate", type=float, default=-0.5)
     parser.add_argument("--max-stages", type=int, default=3)
+    parser.add_argument("--decoding-loop", choices=DECODING_LOOPS, default="own")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -80,6 +81,7 @@ def main() -> None:
     drelay = DRelayModel.from_pretrained(resolve_drafter(arguments.drafter))
     given = {"num_draft_tokens": arguments.num_draft_tokens, "proposal": arguments.proposal}
     shared = {name: value for name, value in given.items() if value is not None}
+    shared["decoding_loop"] = arguments.decoding_loop
     loop = {"loop_gate": arguments.loop_gate, "max_stages": arguments.max_stages}
     views = {
         "plain": None,

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from hf_drelay import DRelayModel, load_demo_target
 from hf_drelay.evaluation.divergence import first_divergence
 from hf_drelay.evaluation.records import environment, write_json
+from hf_drelay.modeling.configuration_drelay import DECODING_LOOPS
 from hf_drelay.targets import describe_demo_target, resolve_drafter
 from hf_drelay.training.data import encode_prompt
 
@@ -34,6 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--drafter", help="folder or Hub id; default: the bundled one")
     parser.add_argument("--num-prompts", type=int, default=102)
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--decoding-loop", choices=DECODING_LOOPS, default="own")
     parser.add_argument("--threads", type=int)
     return parser.parse_args()
 
@@ -44,9 +46,12 @@ def main() -> None:
         torch.set_num_threads(arguments.threads)
     target, tokenizer = load_demo_target()
     drelay = DRelayModel.from_pretrained(resolve_drafter(arguments.drafter))
+    loop = arguments.decoding_loop
     views = {
-        "DLoop off": drelay.with_options(loop_gate=None),
-        "DLoop wide open": drelay.with_options(loop_gate=float("-inf"), max_stages=3),
+        f"{loop} loop, DLoop off": drelay.with_options(decoding_loop=loop, loop_gate=None),
+        f"{loop} loop, DLoop wide open": drelay.with_options(
+            decoding_loop=loop, loop_gate=float("-inf"), max_stages=3
+        ),
     }
     record = {
         "command": "scripts/check_lossless_demo.py",
@@ -57,6 +62,8 @@ def main() -> None:
     }
     if arguments.output.exists():
         record["prompts"] = json.loads(arguments.output.read_text())["prompts"]
+        if record["prompts"] and set(record["prompts"][0]["ways"]) != set(views):
+            raise SystemExit(f"{arguments.output} was made with another `--decoding-loop`; give another name.")
     prompts = interleaved_prompts(arguments.prompts, arguments.num_prompts)
     for number, (kind, prompt) in enumerate(tqdm(prompts, unit="prompt")):
         if number < len(record["prompts"]):

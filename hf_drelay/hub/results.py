@@ -74,8 +74,8 @@ def circumstances(record: dict) -> str:
         f"{environment['cpu_threads']} threads of {environment['device']}, torch {environment['torch']}, transformers "
         f"{environment['transformers']}; target {target['target']} from {target['target_origin']} "
         f"({target['target_revision']}). τ counts the bonus token. DLoop: gate {arguments['loop_gate']}, at most "
-        f"{arguments['max_stages']} stages. All ways ran interleaved in one process; speedup is the ratio of tokens/s "
-        "to plain `generate()`, prefill included."
+        f"{arguments['max_stages']} stages. Decoding loop: {arguments['decoding_loop']}. All ways ran interleaved in "
+        "one process; speedup is the ratio of tokens/s to plain `generate()`, prefill included."
     )
 
 
