@@ -53,9 +53,10 @@ class MtpDrafter(ChainDrafter):
             mask = block_mask(hidden.shape[1], cache.get_seq_length(), True, None, self.device)
             mask = as_backend_mask(mask, len(hidden), self.config._attn_implementation, self.dtype)
         layer = self.layers[0]
+        axes = position_ids[None].expand(3, -1, -1)  # text has the same position on each of them
         hidden = layer(
             hidden,
-            position_embeddings=self.rotary_emb(hidden, position_ids),
+            position_embeddings=self.rotary_emb(hidden, axes),
             attention_mask=mask,
             **{cache_parameter(layer.forward): cache},
         )

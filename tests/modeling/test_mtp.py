@@ -1,5 +1,7 @@
 """Drafters that come with their target: the MTP module of Qwen3.5 shards, and the Gemma-4 assistant."""
 
+import inspect
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -236,6 +238,8 @@ def test_assistant_drafts_what_the_host_drafts_first(toolbox, gemma, assistant, 
     drafter = DRelayModel.from_target(gemma, assistant=assistant, block_size=3)
     ids = toolbox.greedy(gemma, prompt, drafter, max_new_tokens=8)
     assistant.generation_config.num_assistant_tokens = 3
+    if "model_kwargs" in inspect.signature(SinglePositionMultiTokenCandidateGenerator.__init__).parameters:
+        pytest.skip("the host's class of older versions drafts other tokens behind the first")
     host = SinglePositionMultiTokenCandidateGenerator(assistant, gemma.get_input_embeddings(), gemma.generation_config)
     host.main_model_max_length = 100
     with torch.no_grad():
