@@ -128,7 +128,7 @@ def _encode(prompt: str, tokenizer, drafter_config, raw: bool):
         if inputs["input_ids"].shape[1] == 0:
             raise ValueError("`prompt` has no tokens; give some text.")
         return inputs
-    from hf_drelay.training.data import TEMPLATE_MODES
+    from hf_drelay.evaluation.tasks import TEMPLATE_MODES
 
     # A drafter is at its best in the mode it was trained in.
     return tokenizer.apply_chat_template(

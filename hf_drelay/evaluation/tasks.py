@@ -17,6 +17,11 @@ import torch
 from .records import read_jsonl
 
 
+# Arguments of a chat template by the mode that a drafter's configuration names. Templates without a thinking mode
+# ignore them.
+TEMPLATE_MODES = {None: {}, "thinking": {"enable_thinking": True}, "non_thinking": {"enable_thinking": False}}
+
+
 @dataclass(frozen=True)
 class Task:
     """
@@ -225,10 +230,8 @@ def encode_conversation(
         messages = [{"role": "user", "content": turns[0]}]
         for answer, turn in zip(answers, turns[1:], strict=True):
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-        # Templates without a thinking mode ignore the switch.
-        modes = {"thinking": {"enable_thinking": True}, "non_thinking": {"enable_thinking": False}}
         ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, **modes.get(template_mode, {})
+            messages, add_generation_prompt=True, return_dict=True, **TEMPLATE_MODES.get(template_mode, {})
         )["input_ids"]
     ids = list(ids) or _start_ids(tokenizer)
     num_cut = 0 if max_length is None else max(0, len(ids) - max_length)

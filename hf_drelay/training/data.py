@@ -17,6 +17,7 @@ import torch
 from transformers.utils import logging
 
 from hf_drelay.evaluation.records import read_jsonl
+from hf_drelay.evaluation.tasks import TEMPLATE_MODES
 
 
 logger = logging.get_logger(__name__)
@@ -47,11 +48,6 @@ class ResponseExample:
     @property
     def response_ids(self) -> torch.LongTensor:
         return self.input_ids[self.prompt_length :]
-
-
-# Arguments of a chat template by the mode that a drafter's configuration names. Templates without a thinking mode
-# ignore them.
-TEMPLATE_MODES = {None: {}, "thinking": {"enable_thinking": True}, "non_thinking": {"enable_thinking": False}}
 
 
 def encode_prompt(tokenizer, prompt: str, mode: str | None = None) -> list[int]:

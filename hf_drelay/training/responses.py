@@ -18,9 +18,10 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_drelay.evaluation.records import replace_file, write_json
+from hf_drelay.evaluation.tasks import TEMPLATE_MODES
 from hf_drelay.modeling.compat import cache_keyword
 
-from .data import TEMPLATE_MODES, encode_prompt
+from .data import encode_prompt
 
 
 @dataclass
