@@ -84,6 +84,8 @@ class TargetAdapter:
         The scale and soft-cap that the target's own forward applies are applied here too.
         """
         device = _device_of(self.head)
+        # Of a strided input and a frozen weight, torch makes one small product for each row of a batch.
+        hidden_states = hidden_states.contiguous()
         if token_ids is None:
             logits = self.head(hidden_states.to(device, _dtype_of(self.head)))
         elif _has_plain_weight(self.head):
