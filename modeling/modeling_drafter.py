@@ -276,40 +276,49 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
             ValueError: If the target has no such layers, their sizes are not those of the drafter, or
                 `target_layer_ids` lacks the needed tap.
         """
-        body = target.get_decoder() if hasattr(target, "get_decoder") else target.model
-        source_layers, source_norm = getattr(body, "layers", None), getattr(body, "norm", None)
-        first = self.config.num_target_layers - len(self.layers)
-        if first < 0:
-            raise ValueError(
-                f"`num_hidden_layers` {len(self.layers)} are too many to start from the last layers of a target with "
-                f"{self.config.num_target_layers} layers; use fewer, or start from random weights."
-            )
-        # Layers with a norm before the feed-forward (Gemma) give the other norms another meaning.
-        is_llama_kind = source_layers is not None and source_norm is not None
-        is_llama_kind = is_llama_kind and hasattr(source_layers[first], "input_layernorm")
-        if not is_llama_kind or hasattr(source_layers[first], "pre_feedforward_layernorm"):
-            raise ValueError(
-                f"`target` {type(target).__name__} has no decoder layers of the Llama kind to start from; "
-                "start from random weights instead."
-            )
-        if first - 1 not in self.config.target_layer_ids:
-            raise ValueError(
-                f"`target_layer_ids` {self.config.target_layer_ids} lack layer {first - 1}, which feeds the copied "
-                f"layers {first}..{self.config.num_target_layers - 1}; add it to the taps."
-            )
-        tap, width = self.config.target_layer_ids.index(first - 1), self.config.hidden_size
+        sources, source_norm, tap = source_layers(target, self.config)
+        width = self.config.hidden_size
         with torch.no_grad():
-            for own, source in zip(self.layers, source_layers[first:], strict=True):
-                _copy_matching(source, own)
+            for own, source in zip(self.layers, sources, strict=True):
+                copy_matching(source, own)
             self.fc.weight.zero_()
             self.fc.weight[:, tap * width : (tap + 1) * width].copy_(torch.eye(width))
-            self.hidden_norm.weight.copy_(source_layers[first].input_layernorm.weight)
+            self.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
             self.norm.weight.copy_(source_norm.weight)
             if self.mask_embedding is not None:
                 self.mask_embedding.copy_(target.get_input_embeddings().weight.float().mean(dim=0))
 
 
-def _copy_matching(source: nn.Module, own: nn.Module) -> None:
+def source_layers(target, config: DRelayConfig) -> tuple[nn.ModuleList, nn.Module, int]:
+    """
+    What a drafter can start from: the target's last `num_hidden_layers` layers, its final norm, and the place among
+    the taps of the layer that feeds them.
+    """
+    count = config.num_hidden_layers
+    body = target.get_decoder() if hasattr(target, "get_decoder") else target.model
+    layers, norm = getattr(body, "layers", None), getattr(body, "norm", None)
+    first = config.num_target_layers - count
+    if first < 0:
+        raise ValueError(
+            f"`num_hidden_layers` {count} are too many to start from the last layers of a target with "
+            f"{config.num_target_layers} layers; use fewer, or start from random weights."
+        )
+    # Layers with a norm before the feed-forward (Gemma) give the other norms another meaning.
+    is_llama_kind = layers is not None and norm is not None and hasattr(layers[first], "input_layernorm")
+    if not is_llama_kind or hasattr(layers[first], "pre_feedforward_layernorm"):
+        raise ValueError(
+            f"`target` {type(target).__name__} has no decoder layers of the Llama kind to start from; "
+            "start from random weights instead."
+        )
+    if first - 1 not in config.target_layer_ids:
+        raise ValueError(
+            f"`target_layer_ids` {config.target_layer_ids} lack layer {first - 1}, which feeds the copied "
+            f"layers {first}..{config.num_target_layers - 1}; add it to the taps."
+        )
+    return layers[first:], norm, config.target_layer_ids.index(first - 1)
+
+
+def copy_matching(source: nn.Module, own: nn.Module) -> None:
     """Copy the tensors that both layers have; raise a `ValueError` for one that has another shape in each."""
     weights, states = source.state_dict(), own.state_dict()
     for name in weights:

@@ -11,7 +11,14 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from .configuration_drelay import DRelayConfig
 from .modeling_chain import ChainDrafter
-from .modeling_drafter import DRelayAttention, as_backend_mask, block_mask, is_flash
+from .modeling_drafter import (
+    DRelayAttention,
+    as_backend_mask,
+    block_mask,
+    copy_matching,
+    is_flash,
+    source_layers,
+)
 
 
 class Eagle3Layer(nn.Module):
@@ -62,6 +69,29 @@ class Eagle3Drafter(ChainDrafter):
 
     def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         return self.fc(context_hidden_states)
+
+    @torch.no_grad()
+    def initialize_from_target(self, target) -> None:
+        """
+        Start from the target: its last layer, which reads nothing of the embedding yet, the tap that feeds it, and the
+        rows of its head. Errors are those of [`DRelayDrafterModel.initialize_from_target`].
+        """
+        (source,), source_norm, tap = source_layers(target, self.config)
+        width, layer = self.config.hidden_size, self.layers[0]
+        copy_matching(source.mlp, layer.mlp)
+        layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            wide, narrow = getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight
+            wide[:, :width].zero_()
+            wide[:, width:].copy_(narrow)
+        layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
+        layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+        self.fc.weight.zero_()
+        self.fc.weight[:, tap * width : (tap + 1) * width].copy_(torch.eye(width))
+        self.norm.weight.copy_(source_norm.weight)
+        if self.lm_head is not None:
+            rows = target.get_output_embeddings().weight
+            self.lm_head.weight.copy_(rows if self.draft_token_ids is None else rows[self.draft_token_ids])
 
     def advance(self, features, token_ids, position_ids, cache, adapter) -> torch.Tensor:
         length = cache.get_seq_length()

@@ -48,18 +48,20 @@ class DRelayTrainingConfig(TrainingArguments):
     > The objective
 
     Args:
-        train_selector (`bool`): Train the selector; off trains the backbone alone.
-        selector_start (`float`): Share of the training after which the selector joins in.
-        freeze_backbone (`bool`): Train the selector alone.
-        num_selector_anchors (`int`): Blocks per sequence that the selector is trained on.
+        train_selector (`bool`): Train the selector, or whatever head the drafter has; off trains the backbone alone.
+        selector_start (`float`): Share of the training after which the head joins in.
+        freeze_backbone (`bool`): Train the head alone.
+        num_selector_anchors (`int`): Blocks per sequence that the head is trained on.
         loop_start (`float`): Share of the training after which stages are unrolled as DLoop drafts them; 1 is never.
         loop_depth (`int`): Stages that are unrolled then.
         loop_tokens (`int`, *optional*): Tokens of such a stage; by default those that the drafter drafts by default.
         contribution_start (`float`): Share of the training after which the slot weight of the selector's loss moves
             linearly from the decay to the contribution weight; 1 keeps the decay.
-        base_loss, soft_weight, slot_weight, decay, support_weight, support_margin, repair_weight, contribution_floor,
-        chunk_rows: See [`ObjectiveConfig`].
-        num_soft_targets (`int`): Tokens of the target's distribution that the base losses with soft targets look at.
+        base_anchor_end (`float`): Share of the training over which the base loss hands over to the head's, as Domino
+            does; 0 keeps both.
+        base_loss, soft_weight, slot_weight, decay, support_weight, support_margin, repair_weight, head_l1_share,
+        confidence_weight, contribution_floor, chunk_rows: See [`ObjectiveConfig`].
+        num_soft_targets (`int`): Tokens of the target's distribution that the losses with soft targets look at.
 
     > Stopping
 
@@ -100,7 +102,10 @@ class DRelayTrainingConfig(TrainingArguments):
     decay: float = _field(4.0, "Time constant of the slot weight.")
     support_weight: float = _field(0.1, "Weight of the candidate-support loss.")
     support_margin: float = _field(0.5, "Margin of the candidate-support loss.")
-    repair_weight: float = _field(1.0, "Weight of the selector's loss.")
+    repair_weight: float = _field(1.0, "Weight of the head's loss.")
+    head_l1_share: float = _field(0.0, "Share of the distance from the target's distribution in it.")
+    confidence_weight: float = _field(1.0, "Weight of the confidence's loss.")
+    base_anchor_end: float = _field(0.0, "Where the base loss has handed over to the head's.")
     contribution_floor: float = _field(0.1, "Least contribution weight.")
     chunk_rows: int = _field(1024, "Slots whose vocabulary logits exist at the same time.")
 
@@ -136,7 +141,7 @@ class DRelayTrainingConfig(TrainingArguments):
         for name in (*counts, "num_replayed"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; expected at least 1.")
-        for name in ("selector_start", "loop_start", "contribution_start", "least_after"):
+        for name in ("selector_start", "loop_start", "contribution_start", "base_anchor_end", "least_after"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; expected a share between 0 and 1.")
         if self.drafter and (self.preset or self.drafter_config):

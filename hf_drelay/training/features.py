@@ -156,6 +156,12 @@ class FeatureFolder:
         for shard in sorted(self.path.glob("features-*.safetensors")):
             self._index(shard)
 
+    @staticmethod
+    def read_about(path: str | Path) -> dict:
+        """What the features of a folder depend on; empty if there are none yet."""
+        file = Path(path) / "about.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
     def __len__(self) -> int:
         """Sequences that are on disk."""
         return len(self._places)
@@ -201,10 +207,10 @@ class FeatureFolder:
         self._pending = {}
 
     def _claim(self, about: dict) -> None:
-        file = self.path / "about.json"
-        if not file.exists():
-            write_json(file, about)
-        elif (other := json.loads(file.read_text(encoding="utf-8"))) != json.loads(json.dumps(about)):
+        other = self.read_about(self.path)
+        if not other:
+            write_json(self.path / "about.json", about)
+        elif other != json.loads(json.dumps(about)):
             different = next(name for name in {**other, **about} if other.get(name) != about.get(name))
             raise ValueError(
                 f"`feature_folder` {str(self.path)!r} was made with {different} {other.get(different)!r}, but this "

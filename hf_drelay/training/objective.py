@@ -19,7 +19,7 @@ from hf_drelay.modeling.modeling_heads import HeadInputs
 
 from .blocks import Blocks, arrange_blocks
 from .features import SoftTargets
-from .unroll import StageUnroll
+from .unroll import ChainUnroll, StageUnroll
 from .vocabulary import SlotLogits, slot_logits
 
 
@@ -30,7 +30,8 @@ SLOT_WEIGHTS = ("decay", "dpace")
 @dataclass
 class ObjectiveConfig:
     """
-    Weights of the loss `L = L_base + support_weight * L_sup + repair_weight * L_rep`.
+    Weights of the loss `L = base_weight * (L_base + support_weight * L_sup) + repair_weight * L_head`, where `L_head`
+    is `L_rep` and its like for the other heads.
 
     Attributes:
         base_loss (`str`): `L_base`: `"ce"` on the target's tokens, or that mixed with the divergence from the target's
@@ -40,13 +41,17 @@ class ObjectiveConfig:
             the chance to get as far as a slot and beyond it.
         decay (`float`): Time constant of the slot weight `exp(-(i - 1) / decay)`.
         dpace_floor (`float`): Least chance of a slot under `"dpace"`.
+        base_weight (`float`): Weight of the backbone's own losses; Domino's curriculum (arXiv 2605.29707) lowers it.
         support_weight (`float`): Weight of the candidate-support loss, 0 turns it off.
         support_margin (`float`): Its margin.
-        repair_weight (`float`): Weight of the selector's loss, 0 trains the backbone alone.
+        repair_weight (`float`): Weight of the head's loss, 0 trains the backbone alone.
+        head_l1_share (`float`): Share of the distance `|q - p|_1` in the head's loss, the rest is the negative
+            log-likelihood; DSpark (arXiv 2607.05147) has 0.9.
+        confidence_weight (`float`): Weight of the confidence's loss, for heads that have one.
         contribution (`float`): Share (0..1) of the contribution weight in the slot weight of `L_rep`; the rest is the
             decay.
         contribution_floor (`float`): Least contribution weight.
-        freeze_backbone (`bool`): Train the selector alone: no `L_base`, and no gradient for the backbone.
+        freeze_backbone (`bool`): Train the head alone: no `L_base`, and no gradient for the backbone.
         loop_depth (`int`): Stages that are unrolled; the loss is the mean of that of the first and of the last.
         loop_tokens (`int`, *optional*): Tokens of a stage before the next one starts; `None` is the whole block.
         chunk_rows (`int`): Slots whose vocabulary logits exist at the same time.
@@ -57,9 +62,12 @@ class ObjectiveConfig:
     slot_weight: str = "decay"
     decay: float = 4.0
     dpace_floor: float = 0.5
+    base_weight: float = 1.0
     support_weight: float = 0.1
     support_margin: float = 0.5
     repair_weight: float = 1.0
+    head_l1_share: float = 0.0
+    confidence_weight: float = 1.0
     contribution: float = 0.0
     contribution_floor: float = 0.1
     freeze_backbone: bool = False
@@ -71,11 +79,12 @@ class ObjectiveConfig:
         for name, allowed in (("base_loss", BASE_LOSSES), ("slot_weight", SLOT_WEIGHTS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; expected one of {allowed}.")
-        if not 0 <= self.soft_weight <= 1:
-            raise ValueError(f"`soft_weight` is {self.soft_weight}; expected a share between 0 and 1.")
+        for name in ("soft_weight", "head_l1_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; expected a share between 0 and 1.")
 
     @property
-    def needs_soft_targets(self) -> bool:
+    def has_soft_base(self) -> bool:
         """Whether `L_base` looks at the target's distribution."""
         return self.base_loss != "ce" and not self.freeze_backbone
 
@@ -133,6 +142,16 @@ class JointObjective:
     def trains_selector(self) -> bool:
         return bool(self.config.repair_weight) and self.model.selector is not None
 
+    @property
+    def trains_confidence(self) -> bool:
+        return self.trains_selector and getattr(self.model.selector, "confidence_head", None) is not None
+
+    @property
+    def needs_soft_targets(self) -> bool:
+        """Whether a loss looks at the target's distribution."""
+        of_head = self.model.selector is not None and self.config.head_l1_share > 0
+        return self.config.has_soft_base or of_head or self.trains_confidence
+
     def __call__(
         self,
         states: torch.FloatTensor,
@@ -159,7 +178,7 @@ class JointObjective:
         learns = torch.is_grad_enabled() and (feeds_selector or not self.config.freeze_backbone)
         with torch.set_grad_enabled(learns):
             features = self.model.drafter.fuse(states.to(self.model.drafter.dtype))
-            unroll = StageUnroll(self.model, self.adapter, features, input_ids, anchors, self.config.loop_tokens)
+            unroll = self._unroll(features, input_ids, anchors, self.config.loop_tokens)
         batch = _Batch(features, input_ids, lengths, arrange_blocks(anchors, num_selector_anchors), soft_targets)
         losses, terms, earlier = [], {}, None
         for number in range(last + 1):
@@ -185,7 +204,11 @@ class JointObjective:
     def block_rows(self, states, input_ids: torch.LongTensor, anchors: torch.LongTensor) -> torch.Tensor:
         """Backbone rows `(B, A, S, H)` of all blocks, as the loss sees them."""
         features = self.model.drafter.fuse(states.to(self.model.drafter.dtype))
-        return StageUnroll(self.model, self.adapter, features, input_ids, anchors).draft()
+        return self._unroll(features, input_ids, anchors).draft()
+
+    def _unroll(self, *arguments):
+        unroll = ChainUnroll if self.model.config.backbone == "eagle3" else StageUnroll
+        return unroll(self.model, self.adapter, *arguments)
 
     def _stage(self, batch: _Batch, blocks: Blocks, offset: int, rows: torch.Tensor) -> _Stage:
         """Look up what the slots of `rows` `(N, S, H)` should say and what they do say."""
@@ -194,8 +217,8 @@ class JointObjective:
         labels = blocks.tokens(batch.input_ids, offset + 1, K)
         columns = self.columns[labels]
         picked = columns[..., None]
-        if self.config.needs_soft_targets:
-            teacher = self._teacher_columns(batch, blocks, offset)
+        if self.config.has_soft_base:
+            teacher = self.columns[self._teacher(batch, blocks, offset).ids]
             picked = torch.cat([picked, teacher], dim=-1)
         num_top = self.model.config.pool_size + 1
         return _Stage(
@@ -215,20 +238,17 @@ class JointObjective:
             ),
         )
 
-    def _teacher_columns(self, batch: _Batch, blocks: Blocks, offset: int) -> torch.LongTensor:
-        """Columns `(N, K, k)` of the target's best tokens for every slot; -1 outside the shortlist."""
+    def _teacher(self, batch: _Batch, blocks: Blocks, offset: int) -> SoftTargets:
+        """The target's best tokens `(N, K, k)` at the positions that it wrote the slots' tokens from."""
         if batch.soft_targets is None:
             raise ValueError(
-                f"`base_loss` {self.config.base_loss!r} needs `soft_targets`; make the feature store with "
-                "`num_soft_targets` above 0."
+                f"`soft_targets` are needed by `base_loss` {self.config.base_loss!r}, `head_l1_share` "
+                f"{self.config.head_l1_share} or a confidence; make the feature store with `num_soft_targets` above 0."
             )
-        return self.columns[self._teacher(batch, blocks, offset, batch.soft_targets.ids)]
-
-    def _teacher(self, batch: _Batch, blocks: Blocks, offset: int, values: torch.Tensor) -> torch.Tensor:
-        """Rows `(N, K, k)` of `values` `(B, T, k)` at the positions that the target wrote the slots' tokens from."""
-        K = self.model.config.num_drafts
-        places = blocks.anchor[:, None] + offset + torch.arange(K, device=values.device)
-        return values[blocks.sequence[:, None], places.clamp(max=values.shape[1] - 1)]
+        ids, log_probs = batch.soft_targets.ids, batch.soft_targets.log_probs
+        places = blocks.anchor[:, None] + offset + torch.arange(self.model.config.num_drafts, device=ids.device)
+        rows = blocks.sequence[:, None], places.clamp(max=ids.shape[1] - 1)
+        return SoftTargets(ids[rows], log_probs[rows].float())
 
     def _backbone_loss(self, batch: _Batch, stage: _Stage, terms: dict) -> torch.Tensor:
         """`L_base` and `L_sup` of a stage."""
@@ -241,13 +261,13 @@ class JointObjective:
         cross_entropy = stage.logits.normalizer - stage.logits.picked[..., 0]
         weight = scored * self._slot_weight(cross_entropy.detach(), scored)
         losses = cross_entropy
-        if self.config.needs_soft_targets:
+        if self.config.has_soft_base:
             share = self.config.soft_weight
             losses = (1 - share) * losses + share * self._divergence(batch, stage)
         base = self._weighted_mean(losses, weight)
         support = self._weighted_mean(self._support(stage, scored, terms), weight)
         terms |= {"base": base.detach(), "support": support.detach()}
-        return base + self.config.support_weight * support
+        return self.config.base_weight * (base + self.config.support_weight * support)
 
     def _slot_weight(self, cross_entropy: torch.Tensor, scored: torch.BoolTensor) -> torch.Tensor:
         """Weight of each slot, broadcast to `(N, K)`."""
@@ -263,9 +283,9 @@ class JointObjective:
 
     def _divergence(self, batch: _Batch, stage: _Stage) -> torch.Tensor:
         """Divergence `(N, K)` of the drafter's distribution from the target's, over the target's best tokens."""
-        columns = self._teacher_columns(batch, stage.blocks, stage.offset)
-        log_p = self._teacher(batch, stage.blocks, stage.offset, batch.soft_targets.log_probs).float()
-        log_p = log_p.masked_fill(columns < 0, float("-inf"))
+        teacher = self._teacher(batch, stage.blocks, stage.offset)
+        columns = self.columns[teacher.ids]
+        log_p = teacher.log_probs.masked_fill(columns < 0, float("-inf"))
         log_q = stage.logits.picked[..., 1:] - stage.logits.normalizer[..., None]
         p = log_p.exp()
         if self.config.base_loss == "l1":
@@ -286,8 +306,8 @@ class JointObjective:
 
     def _selector_loss(self, batch: _Batch, stage: _Stage, earlier, stage_tokens: int, terms: dict):
         """
-        `L_rep` of a stage, and what the selector remembers of it: negative log-likelihood of the target's token among
-        the pool, where the pool holds it.
+        The head's loss of a stage, and what the head remembers of it: negative log-likelihood of the target's token
+        among the pool, where the pool holds it, and the distance from the target's distribution.
         """
         selector, M = self.model.selector, batch.blocks.num_selected
         blocks, labels, valid = stage.blocks.first(M), stage.labels[:M], stage.valid[:M]
@@ -304,9 +324,21 @@ class JointObjective:
             share = contribution_weights(accepted).clamp(min=self.config.contribution_floor)
             weight = weight + self.config.contribution * share
         loss = self._weighted_mean(-own, covered * weight)
+        terms["repair"] = loss.detach()
+        if self.config.head_l1_share or self.trains_confidence:
+            distance = restricted_l1(log_probs, inputs.pool.ids, self._teacher(batch, blocks, stage.offset))
+            l1 = self._weighted_mean(distance, valid * weight)
+            loss = (1 - self.config.head_l1_share) * loss + self.config.head_l1_share * l1
+            terms["head_l1"] = l1.detach()
+        if self.trains_confidence:
+            # The chance that rejection sampling accepts; it is a label, so it carries no gradient.
+            accepted = (1 - distance / 2).detach()
+            losses = F.binary_cross_entropy_with_logits(selector.confidence(state, path), accepted, reduction="none")
+            confidence = self._weighted_mean(losses, valid * weight)
+            loss = loss + self.config.confidence_weight * confidence
+            terms["confidence"] = confidence.detach()
         right = (log_probs.argmax(-1) == hits.long().argmax(-1)) & covered
         drafted = (inputs.pool.ids[..., 0] == labels) & valid
-        terms["repair"] = loss.detach()
         terms["expected_accepted"] = right.long().cumprod(dim=1).sum(1).float().mean()
         terms["expected_accepted_kept"] = drafted.long().cumprod(dim=1).sum(1).float().mean()
         return loss, selector.remember(state, path[:, :stage_tokens])
@@ -337,6 +369,17 @@ class JointObjective:
         return (values * weights).sum() / self.share(weights.sum()).clamp(min=1e-6)
 
 
+def restricted_l1(log_probs: torch.FloatTensor, pool_ids: torch.LongTensor, teacher: SoftTargets) -> torch.FloatTensor:
+    """
+    `sum |q - p|` `(N, K)` over the whole vocabulary, for a q of `log_probs` `(N, K, C)` that is zero outside the pool
+    `pool_ids` `(N, K, C)`. Of p the `teacher`'s best tokens `(N, K, k)` are known; it counts as zero elsewhere in the
+    pool, and all of its mass outside the pool counts.
+    """
+    same = pool_ids[..., :, None] == teacher.ids[..., None, :]
+    p = (same * teacher.log_probs.exp()[..., None, :]).sum(dim=-1)
+    return (log_probs.exp() - p).abs().sum(dim=-1) + (1 - p.sum(dim=-1)).clamp(min=0)
+
+
 def contribution_weights(accepted: torch.FloatTensor) -> torch.FloatTensor:
     """
     Derivative of the expected accepted prefix `A = sum_i prod_{j <= i} a_j` with respect to each `a_i`, for acceptance
@@ -350,4 +393,4 @@ def contribution_weights(accepted: torch.FloatTensor) -> torch.FloatTensor:
     return reach * (1 + torch.stack(follow[::-1], dim=1))
 
 
-__all__ = ["JointObjective", "ObjectiveConfig", "contribution_weights"]
+__all__ = ["JointObjective", "ObjectiveConfig", "contribution_weights", "restricted_l1"]

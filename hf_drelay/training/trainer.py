@@ -96,7 +96,12 @@ class DRelayTrainer(Trainer):
                 f"--nproc_per_node {args.n_gpu} -m hf_drelay.cli train ...`), or set `CUDA_VISIBLE_DEVICES=0`."
             )
         if args.freeze_backbone and model.selector is None:
-            raise ValueError("`freeze_backbone=True` trains the selector alone, but this drafter has none.")
+            raise ValueError("`freeze_backbone=True` trains the head alone, but this drafter has none.")
+        if args.base_anchor_end and (model.selector is None or not args.train_selector):
+            raise ValueError(
+                f"`base_anchor_end` {args.base_anchor_end} hands the loss over to that of a head, but no head is "
+                "trained here; set it to 0."
+            )
         target.requires_grad_(False).eval()
         self.target = target
         self.adapter = model.adapter(target)
@@ -133,9 +138,12 @@ class DRelayTrainer(Trainer):
 
     def _feature_store(self, dataset: ResponseDataset) -> FeatureStore:
         args, taps = self.args, self.model.config.target_layer_ids
-        num_soft = args.num_soft_targets if self.objective.config.needs_soft_targets else 0
+        num_soft = args.num_soft_targets if self.objective.needs_soft_targets else 0
         folder = None
         if args.feature_folder is not None:
+            path = f"{args.feature_folder}/process-{args.process_index}"
+            # Features with soft targets serve a run without any, too.
+            num_soft = num_soft or FeatureFolder.read_about(path).get("num_soft_targets", 0)
             width = len(taps) * self.model.config.hidden_size
             # Shuffling brings nearly every sequence to every process in the end.
             needed = feature_bytes(dataset.num_tokens, width, num_soft, self.target.dtype.itemsize) * args.world_size
@@ -151,7 +159,7 @@ class DRelayTrainer(Trainer):
                 "target_layer_ids": taps,
                 "num_soft_targets": num_soft,
             }
-            folder = FeatureFolder(f"{args.feature_folder}/process-{args.process_index}", about)
+            folder = FeatureFolder(path, about)
         return FeatureStore(self.adapter, taps, num_soft, args.feature_bytes, folder)
 
     def train(self, *args, **kwargs):
@@ -204,6 +212,10 @@ class DRelayTrainer(Trainer):
         args, config, progress = self.args, self.objective.config, self.progress
         trains_selector = args.train_selector and progress >= args.selector_start
         config.repair_weight = args.repair_weight if trains_selector else 0.0
+        if args.base_anchor_end:  # Domino: the backbone's own loss hands over to that of the head
+            share = min(progress / args.base_anchor_end, 1.0)
+            config.base_weight = 1 - share
+            config.repair_weight *= share
         # A share of 1 is never reached within a run.
         config.loop_depth = args.loop_depth if progress >= args.loop_start else 1
         config.loop_tokens = args.loop_tokens or self.model.config.num_draft_tokens
@@ -221,12 +233,15 @@ class DRelayTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Replay τ of the held-out responses, with all parts that are trained and with the backbone alone."""
+        """Replay τ of the held-out responses, with all parts that are trained; with a head also without it."""
         self.clock.lap("backward")
         self.model.eval()
         with_selector = self.model.selector is not None and self.args.train_selector
         metrics = {}
-        for name, use_selector in (("acceptance_length", with_selector), ("acceptance_length_backbone", False)):
+        ways = {"acceptance_length": with_selector}
+        if with_selector:
+            ways["acceptance_length_backbone"] = False
+        for name, use_selector in ways.items():
             view = self.model.with_options(use_selector=use_selector, loop_gate=None, num_draft_tokens=None)
             metrics[f"{metric_key_prefix}_{name}"] = self._replay(view).acceptance_length
         self.clock.lap("evaluation")

@@ -1,6 +1,9 @@
 """Stages of all blocks of a batch at once, as DLoop drafts them, with the target's tokens as what was drafted."""
 
 import torch
+import torch.nn.functional as F
+
+from hf_drelay.modeling.modeling_drafter import as_backend_mask
 
 from .blocks import training_masks
 
@@ -67,3 +70,61 @@ class StageUnroll:
     def _tokens(self, positions: torch.LongTensor) -> torch.LongTensor:
         """Tokens at `positions` `(B, n)`; behind the end of a sequence nothing counts, so any token will do."""
         return self.input_ids.gather(1, positions.clamp(max=self.context_length - 1))
+
+
+class ChainUnroll:
+    """
+    EAGLE-3's chain at every position at once (arXiv 2503.01840, training-time test); the counterpart of
+    [`StageUnroll`], with the same arguments.
+
+    Step 0 pairs the target's feature of position `i` with the token at `i + 1`; step `k` pairs the drafter's own
+    state of step `k - 1` with the token at `i + 1 + k`. Row `i` of step `k` sees the rows up to `i` of step 0 and of
+    the later steps only itself: what a chain that starts at `i` sees at inference. The next stage of a round goes on
+    with the same chain.
+    """
+
+    def __init__(self, model, adapter, features, input_ids, anchors, stage_tokens: int | None = None):
+        self.model = model
+        self.adapter = adapter
+        self.features = features
+        self.input_ids = input_ids
+        self.anchors = anchors
+        self.stage_tokens = min(stage_tokens or model.config.num_drafts, model.config.num_drafts)
+        self.stage = 0
+        self.steps: list[torch.Tensor] = []  # (B, T, H) each
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each step
+
+    @property
+    def offset(self) -> int:
+        """Tokens between the anchors and the start of this stage."""
+        return self.stage * self.stage_tokens
+
+    def draft(self) -> torch.Tensor:
+        """States `(B, A, S, H)` of this stage; row `j` predicts the token `offset + 1 + j` behind the anchor."""
+        num_steps = self.offset + self.model.config.num_drafts
+        while len(self.steps) < num_steps:
+            self._step()
+        chain = torch.stack(self.steps[self.offset : num_steps], dim=2)  # (B, T, S, H)
+        # A chain starts from the feature before its anchor.
+        rows = (self.anchors - 1).clamp(min=0)[:, :, None, None].expand(-1, -1, *chain.shape[2:])
+        return chain.gather(1, rows)
+
+    def go_on(self, rows: torch.Tensor) -> None:
+        """Start the next stage; the chain needs nothing of `rows`."""
+        self.stage += 1
+
+    def _step(self) -> None:
+        drafter, step, T = self.model.drafter, len(self.steps), self.input_ids.shape[1]
+        device = self.input_ids.device
+        tokens = F.pad(self.input_ids[:, 1 + step :], (0, min(T, 1 + step)))
+        positions = torch.arange(step, step + T, device=device)[None].expand_as(tokens)
+        own = torch.eye(T, dtype=torch.bool, device=device)
+        mask = torch.cat([torch.ones_like(own).tril(), *[own] * step], dim=1)
+        mask = as_backend_mask(mask[None, None], len(tokens), self.model.config._attn_implementation, drafter.dtype)
+
+        def update(keys, values):
+            self.seen.append((keys, values))
+            return tuple(torch.cat(parts, dim=2) for parts in zip(*self.seen, strict=True))
+
+        features = self.steps[-1] if self.steps else self.features
+        self.steps.append(drafter.run_layer(features, tokens, positions, mask, update, self.adapter))

@@ -511,7 +511,7 @@ class TestSoftTargets:
         assert run.terms["base"] == pytest.approx(total / weights, rel=1e-4)
 
     def test_missing_soft_targets_are_named(self, target, monkeypatch):
-        with pytest.raises(ValueError, match="`base_loss` 'kl' needs `soft_targets`"):
+        with pytest.raises(ValueError, match="`soft_targets` are needed by `base_loss` 'kl'"):
             run_objective(make_drelay(target), target, monkeypatch, ObjectiveConfig(base_loss="kl"))
 
     @pytest.mark.parametrize("fields", [{"base_loss": "mse"}, {"slot_weight": "flat"}, {"soft_weight": 1.5}])

@@ -254,7 +254,9 @@ class TestEvaluate:
     def test_backbone_alone_is_measured_without_a_trained_selector(self, target, tmp_path, fields):
         trainer = make_trainer(target, tmp_path, drelay=make_drelay(target, **fields), train_selector=False)
         metrics = trainer.evaluate()
-        assert metrics["eval_acceptance_length"] == metrics["eval_acceptance_length_backbone"]
+        view = trainer.model.with_options(use_selector=False)
+        assert metrics["eval_acceptance_length"] == replay(view, target, trainer.held_out).acceptance_length
+        assert "eval_acceptance_length_backbone" not in metrics
 
     def test_only_greedy_responses_are_replayed_and_only_so_many(self, target, tmp_path):
         held_out = make_examples(2, mode="sample") + make_examples(5)
@@ -348,6 +350,20 @@ class TestFeatures:
             states.append(trainer.model.state_dict())
         torch.testing.assert_close(states[1], states[0], rtol=0, atol=0)
         torch.testing.assert_close(states[2], states[0], rtol=0, atol=0)
+
+    def test_folder_with_soft_targets_serves_a_run_without_any(self, target, tmp_path):
+        folder = {"feature_folder": str(tmp_path / "f")}
+        make_trainer(target, tmp_path, base_loss="kl", num_soft_targets=3, **folder).train()
+        plain = make_trainer(target, tmp_path)
+        again = make_trainer(target, tmp_path, **folder)
+        assert len(again.features.folder) == len(again.train_dataset)
+        plain.train(), again.train()
+        torch.testing.assert_close(again.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+
+    def test_folder_without_soft_targets_is_refused_where_they_are_needed(self, target, tmp_path):
+        make_trainer(target, tmp_path, feature_folder=str(tmp_path / "f"))
+        with pytest.raises(ValueError, match="was made with num_soft_targets 0"):
+            make_trainer(target, tmp_path, base_loss="kl", feature_folder=str(tmp_path / "f"))
 
 
 class TestResume:

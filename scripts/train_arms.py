@@ -1,0 +1,272 @@
+"""What a part of the selector, or a drafter of the field, wins: one arm and seed per call, one row per arm and seed.
+
+    python scripts/train_arms.py --study comparison --arm relay --base runs/cpu-1h/drafter \\
+        --responses FILE [FILE ...] --held-out FILE [FILE ...] --minutes 5 --output docs/results/comparison.json
+
+Two studies: `ablation` takes the selector and its training apart; `comparison` trains the drafters of the field, each
+with the losses of its own paper and about the same number of parameters in its head. Every arm starts from the same
+trained backbone with a fresh head and trains for the same minutes on the same responses, on a schedule that follows
+the clock. EAGLE-3 has no such backbone: it starts from the target's last layer, and its row says so. Measured is
+greedy replay τ on responses that nothing was trained on, with a bootstrap interval over responses, DLoop off and on.
+`--list` names the arms of both studies, `--keep` saves the trained drafter for `hf-drelay benchmark`.
+"""
+
+import argparse
+import json
+import math
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from hf_drelay import DRelayModel
+from hf_drelay.evaluation.records import environment, write_json
+from hf_drelay.evaluation.replay import replay_response
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.draft_statistics import DraftStatistics
+from hf_drelay.training.config import DRelayTrainingConfig
+from hf_drelay.training.run import load_examples, load_target, save_release
+from hf_drelay.training.trainer import DRelayTrainer
+
+
+NO_READS = {"use_global_read": False, "use_history_read": False, "use_prefix_read": False}
+# Fields of the drafter's configuration, and arguments of the run, by arm.
+ABLATION: dict[str, tuple[dict, dict]] = {
+    "pair path alone": ({**NO_READS, "use_rank_head": False, "use_repair_gate": False}, {"freeze_backbone": True}),
+    "without Global Read": ({"use_global_read": False}, {"freeze_backbone": True}),
+    "without history": ({"use_history_read": False}, {"freeze_backbone": True}),
+    "without prefix read": ({"use_prefix_read": False}, {"freeze_backbone": True}),
+    "without pair path": ({"pair_rank": 0}, {"freeze_backbone": True}),
+    "full": ({}, {"freeze_backbone": True}),
+    "full, contribution weight": ({}, {"freeze_backbone": True, "contribution_start": 0.0}),
+    "joint": ({}, {}),
+    "joint, backbone alone": ({}, {"train_selector": False}),
+    "joint, without candidate support": ({}, {"support_weight": 0.0}),
+    "joint, contribution weight": ({}, {"contribution_start": 0.0}),
+    "joint, soft targets": ({}, {"base_loss": "kl"}),
+    "joint, D-PACE": ({}, {"slot_weight": "dpace"}),
+    "joint, loop-aware": ({}, {"loop_start": 0.0}),
+}
+# Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone, that of the shipped selector.
+COMPARISON: dict[str, tuple[dict, dict]] = {
+    "relay": ({"head": "relay"}, {}),
+    "DFlash": ({"head": "independent"}, {}),
+    "DFlash 2": ({"head": "bilinear", "head_rank": 190, "conv_kernel_size": 2}, {"slot_weight": "dpace"}),
+    "Domino": ({"head": "recurrent", "head_rank": 267, "gru_hidden_dim": 384}, {"base_anchor_end": 1.0}),
+    "DSpark": (
+        {"head": "markov", "head_rank": 206, "markov_head_type": "gated", "use_confidence_head": True},
+        {"head_l1_share": 0.9},
+    ),
+    "EAGLE-3": (
+        {
+            "backbone": "eagle3",
+            "head": "independent",
+            "num_hidden_layers": 1,
+            "use_own_head": True,
+            "use_mask_embedding": False,
+        },
+        {"base_loss": "kl", "soft_weight": 1.0},
+    ),
+}
+LOOP_AWARE = {
+    f"{name}, loop-aware": (fields, {**run, "loop_start": 0.0}) for name, (fields, run) in COMPARISON.items()
+}
+STUDIES = {"ablation": ABLATION, "comparison": COMPARISON | LOOP_AWARE}
+ONE_STAGE = {"loop_gate": None, "num_draft_tokens": None}  # the whole block
+LOOP = {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3}
+
+
+class Deadline(TrainerCallback):
+    """Ends the training of a [`TimedTrainer`] when its minutes are over."""
+
+    trainer: "TimedTrainer"
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer.started = time.monotonic()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.progress >= 1:
+            control.should_training_stop = True
+
+
+class TimedTrainer(DRelayTrainer):
+    """A run of so many minutes: all that changes in the course of it follows the clock instead of the step."""
+
+    def __init__(self, *args, minutes: float, **kwargs):
+        self.minutes, self.started = minutes, None
+        deadline = Deadline()
+        super().__init__(*args, callbacks=[deadline], **kwargs)
+        deadline.trainer = self
+
+    @property
+    def progress(self) -> float:
+        return 0.0 if self.started is None else min(1.0, (time.monotonic() - self.started) / (60 * self.minutes))
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        """Warm-up over the first steps, then a cosine down to zero at the deadline."""
+
+        def factor(step: int) -> float:
+            return min(1.0, (step + 1) / self.args.warmup_steps) * (1 + math.cos(math.pi * self.progress)) / 2
+
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
+        return self.lr_scheduler
+
+
+def build_arm(base: DRelayModel, target, fields: dict, seed: int) -> DRelayModel:
+    """The backbone of `base` under a head that knows nothing, or another backbone that starts from the target."""
+    own = {name: getattr(base.config, name) for name in DRelayConfig.own_fields()}
+    own |= {name: getattr(base.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if "head" in fields:
+        del own["use_selector"]  # follows from the head
+    if "num_hidden_layers" in fields:
+        own |= dict.fromkeys(("layer_types", "block_causal"))
+    feeding = base.config.num_target_layers - 2
+    if "backbone" in fields and feeding not in own["target_layer_ids"]:
+        own["target_layer_ids"] = sorted([*own["target_layer_ids"][:-1], feeding])
+    torch.manual_seed(seed)
+    drelay = DRelayModel(DRelayConfig(**own | fields))
+    if base.config.draft_vocab_size is not None:
+        drelay.set_shortlist(base.drafter.draft_token_ids)
+    if "backbone" in fields:
+        drelay.drafter.initialize_from_target(target)
+        return drelay
+    problems = drelay.drafter.load_state_dict(base.drafter.state_dict(), strict=False)
+    if problems.unexpected_keys:
+        raise ValueError(f"`--base` has weights that the arm lacks, first `{problems.unexpected_keys[0]}`.")
+    return drelay
+
+
+def bootstrap_interval(statistics: list[DraftStatistics], num_draws: int = 2000) -> list[float]:
+    """Interval that holds 95 % of τ when the responses are drawn anew."""
+    generator = random.Random(0)
+    pairs = [(sum(s.num_committed), len(s.num_committed)) for s in statistics]
+    draws = []
+    for _ in range(num_draws):
+        drawn = generator.choices(pairs, k=len(pairs))
+        draws.append(sum(committed for committed, _ in drawn) / max(1, sum(rounds for _, rounds in drawn)))
+    draws.sort()
+    return [draws[int(0.025 * num_draws)], draws[int(0.975 * num_draws) - 1]]
+
+
+def measure(drelay: DRelayModel, target, examples, max_response: int, **options) -> dict:
+    """Greedy replay τ over the first `max_response` tokens of responses, and the drafter's ms of a round."""
+    view = drelay.eval().with_options(profile=True, **options)
+    each = [
+        replay_response(view, target, example.input_ids[: example.prompt_length + max_response], example.prompt_length)
+        for example in examples
+    ]
+    total = DraftStatistics()
+    for statistics in each:
+        total.merge(statistics)
+    return {
+        "acceptance_length": total.acceptance_length,
+        "interval": bootstrap_interval(each),
+        "mean_stages": total.mean_stages,
+        "slot_classes": total.slot_classes,
+        "num_rounds": total.num_rounds,
+        "ms_per_round": {phase: ms / total.num_rounds for phase, ms in total.phase_ms.items()},
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the arms and stop")
+    parser.add_argument("--study", choices=STUDIES)
+    parser.add_argument("--arm")
+    parser.add_argument("--base", help="folder of the trained drafter whose backbone the arms share")
+    parser.add_argument("--target", help="default: the embedded demo target")
+    parser.add_argument("--responses", nargs="+")
+    parser.add_argument("--held-out", nargs="+")
+    parser.add_argument("--num-held-out", type=int, default=150)
+    parser.add_argument("--max-response", type=int, default=128, help="tokens of a response that are replayed")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--feature-folder")
+    parser.add_argument("--keep", type=Path, help="folder to save the trained drafter in")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    if arguments.list:
+        parser.exit(message="\n".join(f"{study}: {arm}" for study, arms in STUDIES.items() for arm in arms) + "\n")
+    needed = ("study", "arm", "base", "responses", "held_out", "output")
+    if missing := [name for name in needed if getattr(arguments, name) is None]:
+        parser.error(f"--{missing[0].replace('_', '-')} is needed")
+    if arguments.arm not in STUDIES[arguments.study]:
+        parser.error(f"--arm {arguments.arm!r} is none of --study {arguments.study}; --list names them")
+    return arguments
+
+
+def train_arm(arguments, run: dict, fields: dict) -> DRelayTrainer:
+    """Train one arm to its deadline."""
+    with tempfile.TemporaryDirectory() as scratch:
+        config = DRelayTrainingConfig(
+            output_dir=scratch,
+            target=arguments.target,
+            responses=arguments.responses,
+            held_out=arguments.held_out,
+            num_replayed=arguments.num_held_out,
+            feature_folder=arguments.feature_folder,
+            seed=arguments.seed,
+            max_steps=1_000_000,  # minutes end the run
+            warmup_steps=20,
+            learning_rate=arguments.learning_rate,
+            adam_beta2=0.95,
+            per_device_train_batch_size=arguments.batch_size,
+            train_sampling_strategy="group_by_length",
+            bf16=True,
+            use_cpu=not torch.cuda.is_available(),
+            dataloader_pin_memory=torch.cuda.is_available(),
+            chunk_rows=256,
+            save_strategy="no",
+            report_to="none",
+            logging_steps=20,
+            **run,
+        )
+        target, tokenizer = load_target(config)
+        examples, held_out = load_examples(config, tokenizer)
+        base = DRelayModel.from_pretrained(arguments.base, dtype=torch.float32)
+        drelay = build_arm(base, target, fields, arguments.seed)
+        trainer = TimedTrainer(drelay, target, config, examples, held_out, minutes=arguments.minutes)
+        trainer.train()
+    return trainer
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    fields, run = STUDIES[arguments.study][arguments.arm]
+    trainer = train_arm(arguments, run, fields)
+    drelay, head = trainer.model, trainer.model.selector
+    use_selector = head is not None and trainer.args.train_selector
+    if arguments.keep is not None:
+        save_release(drelay, arguments.keep)
+    common = {"max_response": arguments.max_response, "use_selector": use_selector}
+    row = {
+        "arm": arguments.arm,
+        "seed": arguments.seed,
+        "minutes": arguments.minutes,
+        "num_steps": trainer.state.global_step,
+        "start": "the target's last layer" if "backbone" in fields else "the shared backbone",
+        "trained_parameters": sum(p.numel() for p in drelay.parameters() if p.requires_grad),
+        "head_parameters": sum(p.numel() for p in head.parameters()) if use_selector else 0,
+        "environment": environment(),
+        "num_responses": len(trainer.held_out),
+        "one stage": measure(drelay, trainer.target, trainer.held_out, **ONE_STAGE, **common),
+        "DLoop": measure(drelay, trainer.target, trainer.held_out, **LOOP, **common),
+    }
+    record = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
+    rows = [r for r in record["rows"] if (r["arm"], r["seed"]) != (row["arm"], row["seed"])]
+    about = {"command": f"scripts/train_arms.py --study {arguments.study}", "base": Path(arguments.base).name}
+    about |= {"one stage": ONE_STAGE, "DLoop": LOOP}
+    write_json(arguments.output, about | {"rows": [*rows, row]})
+    print(
+        f"{arguments.arm}, seed {arguments.seed}: τ {row['one stage']['acceptance_length']:.3f} after "
+        f"{row['num_steps']} steps; with DLoop {row['DLoop']['acceptance_length']:.3f}"
+    )
+
+
+if __name__ == "__main__":
+    main()

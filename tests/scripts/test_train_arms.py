@@ -1,0 +1,95 @@
+"""The script that trains arms, on a tiny target: arms train and are measured, rows add up, intervals hold the mean."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.draft_statistics import DraftStatistics
+from hf_drelay.modeling.modeling_drelay import DRelayModel
+from hf_drelay.training.config import DRelayTrainingConfig
+from hf_drelay.training.run import train
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_arms.py"
+
+
+@pytest.fixture(scope="module")
+def arms():
+    spec = importlib.util.spec_from_file_location("train_arms", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_interval_holds_the_mean_and_shrinks_with_the_spread(arms):
+    wide = [DraftStatistics(num_committed=[1, 1]), DraftStatistics(num_committed=[3, 3])] * 10
+    narrow = [DraftStatistics(num_committed=[2, 2])] * 20
+    low, high = arms.bootstrap_interval(wide)
+    assert 1.0 < low < 2.0 < high < 3.0
+    assert arms.bootstrap_interval(narrow) == [2.0, 2.0]
+
+
+def test_arms_add_rows_and_replace_their_own(recipe, target_folder, responses_file, tmp_path):
+    base = train(DRelayTrainingConfig(**recipe | {"max_steps": 1}))
+    output = tmp_path / "rows.json"
+
+    def call(arm, study="ablation", *more):
+        run = subprocess.run(
+            [sys.executable, SCRIPT, "--study", study, "--arm", arm, "--base", base, "--target", target_folder]
+            + ["--responses", responses_file, "--held-out", tmp_path / "held_out.jsonl", "--minutes", "0.0001"]
+            + ["--output", output, *more],
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr[-2000:]
+
+    (tmp_path / "held_out.jsonl").write_text("".join(responses_file.read_text().splitlines(keepends=True)[:3]))
+    for arm in ("pair path alone", "joint, loop-aware", "joint, backbone alone", "pair path alone"):
+        call(arm)
+    call("EAGLE-3", "comparison", "--keep", tmp_path / "kept")
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["joint, loop-aware", "joint, backbone alone", "pair path alone", "EAGLE-3"]
+    assert DRelayModel.from_pretrained(tmp_path / "kept").config.backbone == "eagle3"
+    for row in rows:
+        assert row["num_responses"] == 3 and row["num_steps"] >= 1
+        for way in ("one stage", "DLoop"):
+            low, high = row[way]["interval"]
+            assert low <= row[way]["acceptance_length"] <= high
+    assert rows[1]["one stage"]["slot_classes"]["repaired_right"] == 0
+
+
+@pytest.mark.parametrize("arm", ["relay", "DFlash", "DFlash 2", "Domino", "DSpark"])
+def test_arm_of_the_comparison_keeps_the_backbone_and_has_its_own_head(arms, arm):
+    """The demo drafter's sizes: heads within a twentieth of each other, and the backbone's weights where they were."""
+    sizes = {"block_size": 5, "layout": "shifted", "draft_vocab_size": 8192, "selector_hidden_size": 192}
+    sizes |= {"pair_rank": 96, "use_repaired_feature": False, "target_layer_ids": [8, 14, 20, 27]}
+    base = DRelayModel(DRelayConfig.preset("smollm2-135m", **sizes))
+    fields, _ = arms.COMPARISON[arm]
+    drelay = arms.build_arm(base, None, fields, 0)
+    same = drelay.drafter.state_dict()
+    for name, weight in base.drafter.state_dict().items():
+        assert torch.equal(same[name], weight)
+    if arm != "DFlash":
+        own = sum(p.numel() for p in drelay.parameters()) - sum(p.numel() for p in base.drafter.parameters())
+        relay = sum(p.numel() for p in base.selector.parameters())
+        assert abs(own / relay - 1) < 0.05
+
+
+def test_schedule_follows_the_clock(arms, recipe, monkeypatch):
+    """Half of the minutes later the learning rate has fallen by half and the curriculum is in its middle."""
+    trainer = object.__new__(arms.TimedTrainer)
+    trainer.minutes, trainer.started = 2.0, 100.0
+    for now, progress in ((100.0, 0.0), (160.0, 0.5), (400.0, 1.0)):
+        monkeypatch.setattr(arms.time, "monotonic", lambda now=now: now)
+        assert trainer.progress == progress
+    trainer.args = DRelayTrainingConfig(**recipe | {"warmup_steps": 1})
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    monkeypatch.setattr(arms.time, "monotonic", lambda: 160.0)
+    trainer.create_scheduler(0, optimizer)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
