@@ -28,7 +28,7 @@ class DraftOptions:
         use_selector (`bool`): Off drafts with the backbone alone.
         tree_budget (`int`, *optional*): Verify a tree of that many nodes for each stage; `None` verifies a chain.
         decoding_loop (`str`): `"own"` takes batches, trees, filled caches and every stopping criterion; `"host"` is
-            the assisted loop of transformers.
+            the assisted loop of transformers, which always serves a drafter that reads the target's caches (Gemma 4).
         confidence_threshold (`float`): With a confidence head (DSpark): end a stage before the first slot whose
             confidence is below this; 0 is off.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
@@ -189,11 +189,11 @@ class DraftView:
 
     def _takes(self, call: dict) -> bool:
         """
-        Whether our own loop serves a call. Processes that must keep step do so in the host's loop, and drafters that
-        draft token by token are served by it.
+        Whether our own loop serves a call. Processes that must keep step do so in the host's loop, which also shares
+        the target's caches with a drafter that has none.
         """
-        is_parallel = self.config.backbone == "parallel"
-        return self.options.decoding_loop == "own" and is_parallel and not call.get("synced_gpus")
+        shares_cache = self.config.backbone == "shared_kv"
+        return self.options.decoding_loop == "own" and not shares_cache and not call.get("synced_gpus")
 
     def _check_length(self, target, generation_config) -> None:
         limit = self.model.adapter(target).exact_length

@@ -66,6 +66,44 @@ def test_greedy_text_is_the_targets_own(toolbox, target, record, name, gate):
         assert record.count(lambda r: len(r.stage_lengths) > 1) >= 3
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("loop", ["own", "host"])
+def test_text_is_the_targets_own_in_either_loop(toolbox, target, record, name, loop):
+    prompt = toolbox.prompt(7, seed=4)
+    expected = toolbox.greedy(target, prompt, max_new_tokens=40)
+    drafter = toolbox.scripted(target, expected[0].tolist(), **SMALL, **DRAFTERS[name])
+    view = drafter.with_options(loop_gate=-3.0, decoding_loop=loop)
+    toolbox.assert_same_text(target, toolbox.greedy(target, prompt, view, max_new_tokens=40), expected)
+    assert record.count(lambda r: r.num_accepted > 0) >= 2
+
+
+@pytest.mark.parametrize(("name", "gate"), CASES)
+def test_batch_equals_its_rows_run_alone(toolbox, target, monkeypatch, name, gate):
+    lengths = [9, 4, 12]
+    prompts = [toolbox.prompt(length, seed=row) for row, length in enumerate(lengths)]
+    expected = [toolbox.greedy(target, prompt)[0].tolist() for prompt in prompts]
+    ids = torch.zeros(3, 12, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        ids[row, 12 - length :] = prompts[row][0]
+    drafter = toolbox.scripted_batch(monkeypatch, target, expected, **SMALL, **DRAFTERS[name])
+    view = drafter.with_options(loop_gate=GATES[gate], **OPTIONS.get(name, {}))
+    output = toolbox.greedy(target, ids, view, attention_mask=(ids != 0).long())
+    assert [row[12 - length :] for row, length in zip(output.tolist(), lengths, strict=True)] == expected
+    assert view.statistics.acceptance_length > 1.5
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_second_turn_with_the_returned_cache_equals_a_fresh_run(toolbox, target, name):
+    prompt = toolbox.prompt(9)
+    first = toolbox.greedy(target, prompt, max_new_tokens=13)
+    whole = torch.cat([first, toolbox.prompt(4, seed=8)], dim=1)
+    expected = toolbox.greedy(target, whole, max_new_tokens=20)
+    view = toolbox.scripted(target, expected[0].tolist(), **SMALL, **DRAFTERS[name]).with_options(loop_gate=ALWAYS)
+    turn = toolbox.greedy(target, prompt, view, max_new_tokens=13, return_dict_in_generate=True)
+    kwargs = {toolbox.cache_keyword(): turn.past_key_values, "max_new_tokens": 20}
+    assert torch.equal(toolbox.greedy(target, whole, view, **kwargs), expected)
+
+
 def build_sampling_drafter(toolbox, target, fields):
     """A drafter whose pools know something of the target's logits; its head has random weights."""
     small = {"num_hidden_layers": 1, "block_size": 2, "pool_size": 4, "selector_hidden_size": 16}

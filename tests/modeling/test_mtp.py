@@ -174,11 +174,29 @@ def test_another_family_is_refused(toolbox):
         DRelayModel.from_target(toolbox.target("llama"))
 
 
-def test_a_target_whose_state_cannot_be_rolled_back_is_refused(toolbox, tmp_path):
-    target = published(tmp_path, qwen3_5(["linear_attention", "full_attention"]), module_tensors())
-    drafter = DRelayModel.from_target(target)
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    """A target as the family has them: most layers keep a state that cannot be rolled back."""
+    layers = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    return published(tmp_path_factory.mktemp("hybrid"), qwen3_5(layers), module_tensors())
+
+
+@pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "loop"])
+def test_mtp_drafts_losslessly_for_a_target_with_recurrent_layers(toolbox, hybrid, record, gate):
+    prompt = toolbox.prompt(8)
+    expected = toolbox.greedy(hybrid, prompt, max_new_tokens=40)
+    drafter = DRelayModel.from_target(hybrid, block_size=4)
+    follow(drafter, expected[0].tolist())
+    ids = toolbox.greedy(hybrid, prompt, drafter.with_options(loop_gate=gate), max_new_tokens=40)
+    toolbox.assert_same_text(hybrid, ids, expected)
+    assert record.count(lambda r: r.num_accepted > 0) >= 3
+    assert record.count(lambda r: r.num_accepted < len(r.draft_ids)) >= 1
+
+
+def test_the_loop_of_the_host_refuses_recurrent_layers(toolbox, hybrid):
+    view = DRelayModel.from_target(hybrid).with_options(decoding_loop="host")
     with pytest.raises(NotImplementedError, match="layers of type 'linear_attention'"):
-        toolbox.greedy(target, toolbox.prompt(5), drafter, max_new_tokens=4)
+        toolbox.greedy(hybrid, toolbox.prompt(5), view, max_new_tokens=4)
 
 
 def gemma_fields(num_layers):
