@@ -322,6 +322,7 @@ def _check_exportable(config: DRelayConfig, head: str, format: str) -> None:
         "a head with a shortlist": head in ("bilinear", "recurrent", "markov")
         and config.draft_vocab_size is not None
         and not config.use_own_head,
+        "`use_own_head` False (the format keeps a head of its own)": head == "eagle3" and not config.use_own_head,
         "`use_own_head` True": format == "zlab" and head != "eagle3" and config.use_own_head,
     }
     for reason, applies in reasons.items():

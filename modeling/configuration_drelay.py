@@ -395,6 +395,10 @@ class DRelayConfig(PreTrainedConfig):
             "tokens; use `layout='shifted'`.",
         )
         require(
+            self.backbone != "eagle3" or self.num_hidden_layers == 1,
+            f"`num_hidden_layers` is {self.num_hidden_layers}; `backbone='eagle3'` has 1 layer.",
+        )
+        require(
             self.conv_kernel_size == 0 or self.hidden_size % self.conv_group_size == 0,
             f"`conv_group_size` {self.conv_group_size} must divide `hidden_size` {self.hidden_size}.",
         )

@@ -110,9 +110,9 @@ class ChainDrafter(DRelayPreTrainedModel):
         states, choices, token = [], [], anchor_ids[:, None]
         for slot in range(K):
             if slot == 0:
-                state = self._first_state(session, token, proposal.input_ids)
+                state = self.first_state(session, token, proposal.input_ids)
             else:
-                state = self._next_state(session, states[-1], token)
+                state = self.next_state(session, states[-1], token)
             candidates = self.pool(state, session, slot)
             pool.ids[:, slot : slot + 1] = candidates.ids
             pool.logits[:, slot : slot + 1] = candidates.logits
@@ -140,10 +140,10 @@ class ChainDrafter(DRelayPreTrainedModel):
         """Prepare another stage behind the whole `block`: its first row takes the drafter's own state."""
         session.state = block.context_features[:, -1:]
 
-    def _first_state(self, session: ChainSession, token, input_ids) -> torch.Tensor:
+    def first_state(self, session: ChainSession, token, input_ids) -> torch.Tensor:
         """State behind the anchor: commit the rows of newly verified positions, or go on from a stage before."""
         if session.pending is None:
-            return self._next_state(session, session.state, token)
+            return self.next_state(session, session.state, token)
         num_rows = min(session.pending.shape[1], input_ids.shape[1])  # with `inputs_embeds` a prompt has no tokens
         tokens = input_ids[:, -num_rows:].to(self.device)
         positions = session.positions(session.num_verified - num_rows, num_rows)
@@ -151,7 +151,7 @@ class ChainDrafter(DRelayPreTrainedModel):
         session.pending = None
         return states[:, -1:]
 
-    def _next_state(self, session: ChainSession, state, token) -> torch.Tensor:
+    def next_state(self, session: ChainSession, state, token) -> torch.Tensor:
         positions = session.positions(session.num_verified + session.num_provisional, 1)
         session.num_provisional += 1
         return self.advance(state, token, positions, session.cache, session.adapter)

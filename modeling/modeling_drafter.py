@@ -276,8 +276,14 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
             ValueError: If the target has no such layers, their sizes are not those of the drafter, or
                 `target_layer_ids` lacks the needed tap.
         """
-        sources, source_norm, tap = source_layers(target, self.config)
-        width = self.config.hidden_size
+        sources, source_norm = source_layers(target, self.config)
+        feeding, taps = self.config.num_target_layers - len(sources) - 1, self.config.target_layer_ids
+        if feeding not in taps:
+            raise ValueError(
+                f"`target_layer_ids` {taps} lack layer {feeding}, which feeds the copied layers {feeding + 1}.."
+                f"{self.config.num_target_layers - 1}; add it to the taps."
+            )
+        tap, width = taps.index(feeding), self.config.hidden_size
         with torch.no_grad():
             for own, source in zip(self.layers, sources, strict=True):
                 copy_matching(source, own)
@@ -289,11 +295,8 @@ class DRelayDrafterModel(DRelayPreTrainedModel):
                 self.mask_embedding.copy_(target.get_input_embeddings().weight.float().mean(dim=0))
 
 
-def source_layers(target, config: DRelayConfig) -> tuple[nn.ModuleList, nn.Module, int]:
-    """
-    What a drafter can start from: the target's last `num_hidden_layers` layers, its final norm, and the place among
-    the taps of the layer that feeds them.
-    """
+def source_layers(target, config: DRelayConfig) -> tuple[nn.ModuleList, nn.Module]:
+    """What a drafter can start from: the target's last `num_hidden_layers` layers, and its final norm."""
     count = config.num_hidden_layers
     body = target.get_decoder() if hasattr(target, "get_decoder") else target.model
     layers, norm = getattr(body, "layers", None), getattr(body, "norm", None)
@@ -310,12 +313,7 @@ def source_layers(target, config: DRelayConfig) -> tuple[nn.ModuleList, nn.Modul
             f"`target` {type(target).__name__} has no decoder layers of the Llama kind to start from; "
             "start from random weights instead."
         )
-    if first - 1 not in config.target_layer_ids:
-        raise ValueError(
-            f"`target_layer_ids` {config.target_layer_ids} lack layer {first - 1}, which feeds the copied "
-            f"layers {first}..{config.num_target_layers - 1}; add it to the taps."
-        )
-    return layers[first:], norm, config.target_layer_ids.index(first - 1)
+    return layers[first:], norm
 
 
 def copy_matching(source: nn.Module, own: nn.Module) -> None:

@@ -73,19 +73,25 @@ class Eagle3Drafter(ChainDrafter):
     @torch.no_grad()
     def initialize_from_target(self, target) -> None:
         """
-        Start from the target: its last layer, which reads nothing of the embedding yet, the tap that feeds it, and the
-        rows of its head. Errors are those of [`DRelayDrafterModel.initialize_from_target`].
+        Start from the target: its last layer, which reads nothing of the embedding yet, the highest tap, and the rows
+        of its head. Errors are those of [`DRelayDrafterModel.initialize_from_target`].
         """
-        (source,), source_norm, tap = source_layers(target, self.config)
+        (source,), source_norm = source_layers(target, self.config)
         width, layer = self.config.hidden_size, self.layers[0]
-        copy_matching(source.mlp, layer.mlp)
-        layer.self_attn.o_proj.weight.copy_(source.self_attn.o_proj.weight)
+        tap = len(self.config.target_layer_ids) - 1
+        wide = {}
         for name in ("q_proj", "k_proj", "v_proj"):
-            wide, narrow = getattr(layer.self_attn, name).weight, getattr(source.self_attn, name).weight
-            wide[:, :width].zero_()
-            wide[:, width:].copy_(narrow)
+            own = getattr(layer.self_attn, name)
+            wide[name], narrow = own.weight, nn.Linear(width, own.out_features, bias=own.bias is not None)
+            own.weight = narrow.weight  # as wide as the source's for the moment
+        copy_matching(source, layer)
+        for name, weight in wide.items():
+            own = getattr(layer.self_attn, name)
+            weight[:, :width].zero_()
+            weight[:, width:].copy_(own.weight)
+            own.weight = weight
         layer.hidden_norm.weight.copy_(source.input_layernorm.weight)
-        layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
+        layer.input_layernorm.weight.fill_(1.0)
         self.fc.weight.zero_()
         self.fc.weight[:, tap * width : (tap + 1) * width].copy_(torch.eye(width))
         self.norm.weight.copy_(source_norm.weight)

@@ -116,13 +116,13 @@ class SharedCacheDrafter(ChainDrafter):
     def fuse(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         return context_hidden_states
 
-    def _first_state(self, session: SharedCacheSession, token, input_ids) -> torch.Tensor:
+    def first_state(self, session: SharedCacheSession, token, input_ids) -> torch.Tensor:
         if session.pending is None:
-            return self._next_state(session, session.state, token)
+            return self.next_state(session, session.state, token)
         state, session.pending = session.pending[:, -1:], None
-        return self._next_state(session, state, token)
+        return self.next_state(session, state, token)
 
-    def _next_state(self, session: SharedCacheSession, state, token) -> torch.Tensor:
+    def next_state(self, session: SharedCacheSession, state, token) -> torch.Tensor:
         inputs = torch.cat([session.adapter.embed(token).to(self.dtype), state], dim=-1)
         output = self.assistant(
             inputs_embeds=inputs,

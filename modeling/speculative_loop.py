@@ -270,6 +270,7 @@ class SpeculativeLoop:
             walks[id(group)] = self.verifier.walk(group, own_logits, own, slices)
         self.clock.lap("verify")
         self._commit(groups, walks, num_places, states)
+        self.clock.lap("verify")  # the next lap is that of drafting
         if self.noise is not None:
             self.noise.forget(min(group.num_new for group in groups))
         if self.cost_model is not None:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from hf_drelay import DRelayModel, load_demo_target
 from hf_drelay.evaluation.divergence import first_divergence
-from hf_drelay.evaluation.records import environment, write_json
+from hf_drelay.evaluation.records import command_line, environment, write_json
 from hf_drelay.evaluation.timing import timed_generate
 from hf_drelay.modeling.configuration_drelay import DECODING_LOOPS, PROPOSALS
 from hf_drelay.modeling.draft_statistics import DraftStatistics
@@ -123,7 +123,7 @@ def main() -> None:
                 divergence = first_divergence(target, ids, outputs["plain"], new_ids)
                 runs[name][-1]["divergence"] = None if divergence is None else vars(divergence) | {"prompt": number}
     record = {
-        "command": "scripts/benchmark_demo.py",
+        "command": command_line(),
         "arguments": {
             name: str(value) for name, value in vars(arguments).items() if name not in ("prompts", "output")
         },

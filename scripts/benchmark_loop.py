@@ -18,7 +18,7 @@ import torch
 from tqdm.auto import tqdm
 
 from hf_drelay import DRelayModel, load_demo_target
-from hf_drelay.evaluation.records import environment, write_json
+from hf_drelay.evaluation.records import command_line, environment, write_json
 from hf_drelay.modeling.configuration_drelay import PROPOSALS
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.targets import describe_demo_target, resolve_drafter
@@ -184,7 +184,7 @@ def host_ms(target, drelay, inputs: list[dict], view, arguments) -> float:
 
 def make_record(arguments, target, drelay, rows) -> dict:
     return {
-        "command": "scripts/benchmark_loop.py",
+        "command": command_line(),
         "arguments": {k: str(v) for k, v in vars(arguments).items() if k not in ("prompts", "output")},
         "prompt_files": [file.name for file in arguments.prompts],
         "environment": environment(),

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from hf_drelay import DRelayModel, load_demo_target
 from hf_drelay.evaluation.divergence import first_divergence
-from hf_drelay.evaluation.records import environment, write_json
+from hf_drelay.evaluation.records import command_line, environment, write_json
 from hf_drelay.modeling.configuration_drelay import DECODING_LOOPS
 from hf_drelay.targets import describe_demo_target, resolve_drafter
 from hf_drelay.training.data import encode_prompt
@@ -54,7 +54,7 @@ def main() -> None:
         ),
     }
     record = {
-        "command": "scripts/check_lossless_demo.py",
+        "command": command_line(),
         "environment": environment(),
         "target": describe_demo_target(target),
         "max_new_tokens": arguments.max_new_tokens,

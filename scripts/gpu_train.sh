@@ -15,8 +15,9 @@ work="$(mktemp -d)"
 mkdir -p "$out"
 
 target="${HF_DRELAY_DEMO_TARGET:-}"
-if [ -n "$target" ] && ls "$target"/model.safetensors.part-* >/dev/null 2>&1; then
-    cat "$target"/model.safetensors.part-* > "$target/model.safetensors"
+parts=(${target:+"$target"/model.safetensors.part-*})
+if [ ${#parts[@]} -gt 0 ]; then
+    cat "${parts[@]}" > "$target/model.safetensors"
 fi
 
 sources=()
@@ -40,7 +41,8 @@ timeout "${TRAIN_SECONDS:-300}" "$python" -m hf_drelay.cli train --config "${CON
 # The finished drafter, or else the newest whole checkpoint: the machine may not be there tomorrow.
 trained="$work/run/drafter"
 if [ ! -d "$trained" ]; then
-    trained="$(dirname "$(ls -t "$work"/run/checkpoint-*/trainer_state.json 2>/dev/null | head -n 1)")"
+    states=("$work"/run/checkpoint-*/trainer_state.json)
+    [ ${#states[@]} -eq 0 ] || trained="$(dirname "$(ls -t "${states[@]}" | head -n 1)")"
 fi
 if [ ! -f "$trained/model.safetensors" ]; then
     echo "nothing was trained to a checkpoint" >&2

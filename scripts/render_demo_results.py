@@ -1,34 +1,56 @@
-"""Write the measured tables of the demo drafter into README.md, and its model card from template and JSON.
+"""Write the measured tables into README.md, the figures of the studies, and the model card from template and JSON.
 
 python scripts/render_demo_results.py
 """
 
+import json
 import re
 from pathlib import Path
 
+from hf_drelay.evaluation import studies
 from hf_drelay.hub.card import read_card_file, render_card, result_files
 from hf_drelay.hub.results import read_records, results_section
 
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
 FOLDER = ROOT / "hub_cards" / "SmolLM2-135M-Instruct-DRelay"
-MARKERS = re.compile(r"(<!-- results -->\n).*?(<!-- /results -->)", re.DOTALL)
+ARMS = (studies.arms_table, studies.arms_circumstances, studies.draw_arms)
+LOOP = (studies.loop_table, studies.loop_circumstances, studies.draw_loop)
+STUDIES = {"comparison": ARMS, "ablation": ARMS, "loop": LOOP}  # by the name of the JSON file and of the marker
+
+
+def study_section(name: str) -> str:
+    """Table, figure and circumstances of a study as Markdown; says so when there is no record."""
+    file = RESULTS / f"{name}.json"
+    if not file.exists():
+        return "Not measured yet."
+    table, circumstances, _ = STUDIES[name]
+    record = json.loads(file.read_text(encoding="utf-8"))
+    return "\n\n".join([table(record), f"![{name}](docs/results/{name}.svg)", circumstances(record)])
 
 
 def rendered_pages() -> dict[Path, str]:
     """Every page with measured numbers, as it should be."""
     page = ROOT / "README.md"
-    before = page.read_text(encoding="utf-8")
-    if not MARKERS.search(before):
-        raise SystemExit(f"{page} has no results markers; add `<!-- results -->` and `<!-- /results -->`.")
-    results = results_section(read_records(result_files(FOLDER, read_card_file(FOLDER))))
-    readme = MARKERS.sub(lambda match: f"{match[1]}{results}\n{match[2]}", before)
+    readme = page.read_text(encoding="utf-8")
+    sections = {"results": results_section(read_records(result_files(FOLDER, read_card_file(FOLDER))))}
+    sections |= {name: study_section(name) for name in STUDIES}
+    for name, text in sections.items():
+        markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if not markers.search(readme):
+            raise SystemExit(f"{page} has no markers `<!-- {name} -->` and `<!-- /{name} -->`; add them.")
+        readme = markers.sub(lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme)
     return {page: readme, FOLDER / "README.md": render_card(FOLDER)}
 
 
 def main() -> None:
     for page, text in rendered_pages().items():
         page.write_text(text, encoding="utf-8")
+    for name, (_, _, draw) in STUDIES.items():
+        file = RESULTS / f"{name}.json"
+        if file.exists():
+            draw(json.loads(file.read_text(encoding="utf-8")), RESULTS / f"{name}.svg")
 
 
 if __name__ == "__main__":

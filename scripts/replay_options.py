@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from hf_drelay import DRelayModel, load_demo_target
-from hf_drelay.evaluation.records import environment, write_json
+from hf_drelay.evaluation.records import command_line, environment, write_json
 from hf_drelay.evaluation.replay import replay
 from hf_drelay.targets import describe_demo_target, resolve_drafter
 from hf_drelay.training.data import load_responses
@@ -48,7 +48,7 @@ def main() -> None:
         row = {"options": options, "acceptance_length": statistics.acceptance_length}
         rows.append(row | {"mean_stages": statistics.mean_stages, "num_rounds": statistics.num_rounds})
         print(options, round(statistics.acceptance_length, 3), round(statistics.mean_stages, 2))
-    record = {"command": "scripts/replay_options.py", "environment": environment()}
+    record = {"command": command_line(), "environment": environment()}
     record |= {"target": describe_demo_target(target), "num_responses": len(held_out), "rows": rows}
     write_json(arguments.output, record)
 

@@ -4,11 +4,13 @@
         --responses FILE [FILE ...] --held-out FILE [FILE ...] --minutes 5 --output docs/results/comparison.json
 
 Two studies: `ablation` takes the selector and its training apart; `comparison` trains the drafters of the field, each
-with the losses of its own paper and about the same number of parameters in its head. Every arm starts from the same
-trained backbone with a fresh head and trains for the same minutes on the same responses, on a schedule that follows
-the clock. EAGLE-3 has no such backbone: it starts from the target's last layer, and its row says so. Measured is
-greedy replay τ on responses that nothing was trained on, with a bootstrap interval over responses, DLoop off and on.
-`--list` names the arms of both studies, `--keep` saves the trained drafter for `hf-drelay benchmark`.
+with the loss of its own paper for its head, and with heads of about the same number of parameters. Every arm starts
+from the same trained backbone with a fresh head and trains for the same minutes on the same responses, on a schedule
+that follows the clock; the target's features are computed before the clock starts. All share the cross-entropy and the
+candidate-support loss of the backbone. EAGLE-3 has no such backbone: it starts from the target's last layer, and its
+row says so. Measured is greedy replay τ on responses that nothing was trained on, with a bootstrap interval over
+responses, DLoop off and on. `--list` names the arms of both studies, `--keep` saves the trained drafter for
+`hf-drelay benchmark`.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_drelay import DRelayModel
@@ -29,9 +32,12 @@ from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.training.config import DRelayTrainingConfig
 from hf_drelay.training.run import load_examples, load_target, save_release
-from hf_drelay.training.trainer import DRelayTrainer
+from hf_drelay.training.trainer import DRelayTrainer, collate
 
 
+ONE_STAGE = {"loop_gate": None, "num_draft_tokens": None}  # the whole block
+LOOP = {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3}
+LOOP_RUN = {"loop_start": 0.0, "loop_depth": LOOP["max_stages"], "loop_tokens": LOOP["num_draft_tokens"]}
 NO_READS = {"use_global_read": False, "use_history_read": False, "use_prefix_read": False}
 # Fields of the drafter's configuration, and arguments of the run, by arm.
 ABLATION: dict[str, tuple[dict, dict]] = {
@@ -48,7 +54,7 @@ ABLATION: dict[str, tuple[dict, dict]] = {
     "joint, contribution weight": ({}, {"contribution_start": 0.0}),
     "joint, soft targets": ({}, {"base_loss": "kl"}),
     "joint, D-PACE": ({}, {"slot_weight": "dpace"}),
-    "joint, loop-aware": ({}, {"loop_start": 0.0}),
+    "joint, loop-aware": ({}, LOOP_RUN),
 }
 # Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone, that of the shipped selector.
 COMPARISON: dict[str, tuple[dict, dict]] = {
@@ -68,15 +74,11 @@ COMPARISON: dict[str, tuple[dict, dict]] = {
             "use_own_head": True,
             "use_mask_embedding": False,
         },
-        {"base_loss": "kl", "soft_weight": 1.0},
+        {"base_loss": "kl", "soft_weight": 1.0, "decay": 4.48},  # 0.8 per step
     ),
 }
-LOOP_AWARE = {
-    f"{name}, loop-aware": (fields, {**run, "loop_start": 0.0}) for name, (fields, run) in COMPARISON.items()
-}
+LOOP_AWARE = {f"{name}, loop-aware": (fields, run | LOOP_RUN) for name, (fields, run) in COMPARISON.items()}
 STUDIES = {"ablation": ABLATION, "comparison": COMPARISON | LOOP_AWARE}
-ONE_STAGE = {"loop_gate": None, "num_draft_tokens": None}  # the whole block
-LOOP = {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3}
 
 
 class Deadline(TrainerCallback):
@@ -88,7 +90,7 @@ class Deadline(TrainerCallback):
         self.trainer.started = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer.progress >= 1:
+        if self.trainer.is_over:
             control.should_training_stop = True
 
 
@@ -103,7 +105,27 @@ class TimedTrainer(DRelayTrainer):
 
     @property
     def progress(self) -> float:
-        return 0.0 if self.started is None else min(1.0, (time.monotonic() - self.started) / (60 * self.minutes))
+        """Share of the minutes that is over; 1 is never reached in a step, as in any run."""
+        elapsed = 0.0 if self.started is None else (time.monotonic() - self.started) / 60
+        return min(elapsed / self.minutes, 1 - 1e-6)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self.started >= 60 * self.minutes
+
+    def _num_soft_targets(self) -> int:
+        """One folder of features serves every arm, whether it looks at soft targets or not."""
+        return self.args.num_soft_targets
+
+    def compute_features(self) -> None:
+        """Let the target see every response, so that its forwards are no part of an arm's minutes."""
+        dataset = self.train_dataset
+        order = sorted(range(len(dataset)), key=lambda i: len(dataset[i]["input_ids"]))
+        for start in tqdm(range(0, len(order), 8), desc="features", unit="batch"):
+            batch = collate([dataset[i] for i in order[start : start + 8]])
+            self.features.get(batch["keys"], batch["input_ids"], batch["lengths"].tolist())
+        if self.features.folder is not None:
+            self.features.folder.flush()
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         """Warm-up over the first steps, then a cosine down to zero at the deadline."""
@@ -123,9 +145,6 @@ def build_arm(base: DRelayModel, target, fields: dict, seed: int) -> DRelayModel
         del own["use_selector"]  # follows from the head
     if "num_hidden_layers" in fields:
         own |= dict.fromkeys(("layer_types", "block_causal"))
-    feeding = base.config.num_target_layers - 2
-    if "backbone" in fields and feeding not in own["target_layer_ids"]:
-        own["target_layer_ids"] = sorted([*own["target_layer_ids"][:-1], feeding])
     torch.manual_seed(seed)
     drelay = DRelayModel(DRelayConfig(**own | fields))
     if base.config.draft_vocab_size is not None:
@@ -227,10 +246,11 @@ def train_arm(arguments, run: dict, fields: dict) -> DRelayTrainer:
             **run,
         )
         target, tokenizer = load_target(config)
-        examples, held_out = load_examples(config, tokenizer)
         base = DRelayModel.from_pretrained(arguments.base, dtype=torch.float32)
+        examples, held_out = load_examples(config, tokenizer, base.config.chat_template_mode)
         drelay = build_arm(base, target, fields, arguments.seed)
         trainer = TimedTrainer(drelay, target, config, examples, held_out, minutes=arguments.minutes)
+        trainer.compute_features()
         trainer.train()
     return trainer
 

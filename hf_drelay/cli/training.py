@@ -36,11 +36,7 @@ def prepare_data(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch.")] = None,
 ) -> None:
     """Let the target answer prompts: the text that its drafter is trained on."""
-    import json
-
-    from hf_drelay.evaluation.records import write_json
-    from hf_drelay.training.data import read_prompts
-    from hf_drelay.training.responses import Decoding, synthesise_prompts, write_responses
+    from hf_drelay.training.responses import Decoding, prepare_responses
 
     with errors_as_sentences():
         if not prompts and not self_synthesise:
@@ -48,16 +44,12 @@ def prepare_data(
         decoding = Decoding(
             max_new_tokens, temperature, top_p, top_k, batch_size=batch_size, template_mode=template_mode
         )
-        texts = [text for source in prompts or [] for text in read_prompts(source, num_prompts)]
         prepare_libraries(threads)
         model, tokenizer = load_target(target, dtype)
-        if self_synthesise:
-            file = output / "synthesised.json"
-            if not file.exists():
-                write_json(file, synthesise_prompts(model, tokenizer, self_synthesise, seed=seed))
-            texts += json.loads(file.read_text(encoding="utf-8"))
-        paths = write_responses(model, tokenizer, texts, output, decoding, shard_size, seed)
-        typer.echo(f"{len(texts)} prompts answered, {len(paths)} files in {output}")
+        paths = prepare_responses(
+            model, tokenizer, output, prompts or [], self_synthesise, num_prompts, decoding, shard_size, seed
+        )
+        typer.echo(f"all prompts answered, {len(paths)} files in {output}")
 
 
 def train(

@@ -9,6 +9,8 @@ import os
 import time
 from pathlib import Path
 
+from hf_drelay.modeling.configuration_drelay import PROPOSALS
+
 from . import render
 from .engine import DemoEngine, DemoLimits, DemoSettings, PromptError
 from .pieces import token_pieces
@@ -101,7 +103,7 @@ def build_app(engine: DemoEngine, on_device=lambda function: function):
                 gate = gr.Slider(
                     -10.0,
                     0.0,
-                    value=-1.0 if defaults.loop_gate is None else max(-10.0, defaults.loop_gate),
+                    value=max(-10.0, defaults.loop_gate) if isinstance(defaults.loop_gate, float) else -1.0,
                     step=0.25,
                     label="Loop gate",
                     info="Log-confidence from which another stage is drafted",
@@ -113,7 +115,7 @@ def build_app(engine: DemoEngine, on_device=lambda function: function):
                 )
                 temperature = gr.Slider(0.0, 1.5, value=0.0, step=0.1, label="Temperature", info="0 decodes greedily")
                 proposal = gr.Radio(
-                    ["sample", "greedy"],
+                    list(PROPOSALS),
                     value=defaults.proposal,
                     label="Proposal",
                     info="How drafts are drawn above temperature 0",
@@ -126,7 +128,7 @@ def build_app(engine: DemoEngine, on_device=lambda function: function):
                     label="New tokens at most",
                     elem_id="dr-max-new",
                 )
-                seed = gr.Number(0, label="Seed", precision=0)
+                seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1)
         controls = [drafter, selector, loops, gate, stages, length, temperature, proposal, max_new, seed]
         on_chat = {"inputs": [prompt, turns, *controls], "outputs": [chat, figures, turns, prompt, pools]}
         calls = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}

@@ -112,6 +112,7 @@ def run_benchmark(
     run_id = _run_id(circumstances, ways)
     rows = _whole_turns(Path(output), [way.name for way in ways], run_id, resume)
     done = {(row["task"], row["prompt"], row["turn"]): row for row in rows if row["way"] == PLAIN}
+    _check_same_prompts(Path(output), done, conversations)
     is_warm = False
     total = sum(len(conversation.turns) for conversation in conversations)
     with tqdm(total=total, unit="turn", disable=quiet) as bar:
@@ -133,7 +134,7 @@ def run_benchmark(
                     key = {"task": conversation.task, "prompt": conversation.index, "turn": turn}
                     new = _measure_turn(target, tokenizer, prompt, ways, config, key)
                     shared = {"run": run_id, "source": (sources or {}).get(conversation.task), "command": command}
-                    shared |= circumstances
+                    shared |= circumstances | {"turns_sha256": _turns_sha256(conversation, turn)}
                     new = [row | shared for row in new]
                     append_rows(output, new)
                     rows += new
@@ -179,6 +180,22 @@ def _whole_turns(output: Path, names: list[str], run_id: str, resume: bool) -> l
     if resume and output.is_file():
         replace_rows(output, whole)
     return whole
+
+
+def _turns_sha256(conversation: Conversation, turn: int) -> str:
+    return hashlib.sha256(json.dumps(conversation.turns[: turn + 1]).encode()).hexdigest()[:16]
+
+
+def _check_same_prompts(output: Path, done: dict[tuple, dict], conversations: list[Conversation]) -> None:
+    """Raise a `ValueError` when a prompt that has rows says something else now."""
+    for conversation in conversations:
+        for turn in range(len(conversation.turns)):
+            row = done.get((conversation.task, conversation.index, turn))
+            if row is not None and row["turns_sha256"] != _turns_sha256(conversation, turn):
+                raise ValueError(
+                    f"`output` {output} has rows of {conversation.task} prompt {conversation.index}, whose text has "
+                    "changed since. Use the same prompts to resume, or give another name."
+                )
 
 
 def _warm_up(target, inputs, ways: list[Way], config: BenchmarkConfig) -> None:

@@ -55,9 +55,9 @@ def first_divergence(target, prompt_ids, plain_ids: list[int], other_ids: list[i
     if "logits_to_keep" in inspect.signature(target.forward).parameters:
         arguments["logits_to_keep"] = 1  # logits of every position of a long prompt would fill the memory
     logits = target(torch.cat([prompt_ids, prefix], dim=1), **arguments).logits[0, -1]
-    rounding = ROUNDING_UNITS * torch.finfo(target.dtype).eps * float(logits.abs().max())
     logits = logits.float()
     best = logits.topk(2).values
+    rounding = ROUNDING_UNITS * torch.finfo(target.dtype).eps * float(best[0].abs())
     chosen = [ids[position] for ids in (plain_ids, other_ids) if position < len(ids)]
     lowest = logits[chosen].min() if len(chosen) == 2 else best[1]
     return Divergence(

@@ -73,7 +73,7 @@ def _plotting():
     return Figure
 
 
-def _start(palette: Palette, height: float):
+def start_figure(palette: Palette, height: float):
     figure = _plotting()(figsize=(WIDTH, height), layout="constrained")
     figure.patch.set_facecolor(palette.ground or "none")
     axes = figure.add_subplot()
@@ -87,12 +87,12 @@ def _start(palette: Palette, height: float):
     return figure, axes
 
 
-def _label(axes, palette: Palette, x: str, y: str) -> None:
+def label_axes(axes, palette: Palette, x: str, y: str) -> None:
     axes.set_xlabel(x, color=palette.text)
     axes.set_ylabel(y, color=palette.text)
 
 
-def _legend(figure, axes, palette: Palette) -> None:
+def draw_legend(figure, axes, palette: Palette) -> None:
     """Above the axes, in room of its own: the figure grows by the height of the legend."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
@@ -125,7 +125,7 @@ def _find(records: list[dict], task: str, way: str) -> dict | None:
 
 def _grouped_bars(records, palette, ways, value, error=None, height=4.2):
     """Bars of each way side by side for each task; a bar's whisker spans the quartiles."""
-    figure, axes = _start(palette, height)
+    figure, axes = start_figure(palette, height)
     tasks, numbers = _tasks(records), _numbers(records)
     width = 0.8 / max(1, len(ways))
     for place, way in enumerate(ways):
@@ -167,8 +167,8 @@ def speedup_figure(records, palette):
         lambda r: (r["speedup"][0], r["speedup"][2]),
     )
     axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="plain generate()")
-    _label(axes, palette, "task", "speedup over plain (×)")
-    _legend(figure, axes, palette)
+    label_axes(axes, palette, "task", "speedup over plain (×)")
+    draw_legend(figure, axes, palette)
     return figure
 
 
@@ -179,8 +179,8 @@ def tau_figure(records, palette):
         return None
     figure, axes = _grouped_bars(records, palette, ways, _tau)
     axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="nothing accepted")
-    _label(axes, palette, "task", "τ (tokens a round, bonus counted)")
-    _legend(figure, axes, palette)
+    label_axes(axes, palette, "task", "τ (tokens a round, bonus counted)")
+    draw_legend(figure, axes, palette)
     return figure
 
 
@@ -193,7 +193,7 @@ def acceptance_figure(records, palette):
     ways = _ways(records, lambda r: r["statistics"] is not None and r["statistics"]["acceptance_by_slot"])
     if not ways:
         return None
-    figure, axes = _start(palette, 4.2)
+    figure, axes = start_figure(palette, 4.2)
     numbers = _numbers(records)
     longest = 1
     for way in ways:
@@ -211,8 +211,8 @@ def acceptance_figure(records, palette):
     axes.set_ylim(0, 104)
     axes.set_xlim(0.5, longest + 0.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _label(axes, palette, "slot in the round", "accepted, given all earlier slots (%)")
-    _legend(figure, axes, palette)
+    label_axes(axes, palette, "slot in the round", "accepted, given all earlier slots (%)")
+    draw_legend(figure, axes, palette)
     return figure
 
 
@@ -221,7 +221,7 @@ def phases_figure(records, palette):
     chosen = [r for r in records if r["task"] == ALL_TASKS and r["round_ms"] is not None]
     if not chosen:
         return None
-    figure, axes = _start(palette, 1.6 + 0.42 * len(chosen))
+    figure, axes = start_figure(palette, 1.6 + 0.42 * len(chosen))
     left = [0.0] * len(chosen)
     for number, phase in enumerate(ROUND_PHASES):
         values = [max(0.0, r["round_ms"][phase]) for r in chosen]
@@ -231,26 +231,29 @@ def phases_figure(records, palette):
     axes.set_yticks(range(len(chosen)), [r["way"] for r in chosen])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    _label(axes, palette, "time of a round (ms)", "")
-    _legend(figure, axes, palette)
+    label_axes(axes, palette, "time of a round (ms)", "")
+    draw_legend(figure, axes, palette)
     return figure
 
 
 def break_even_figure(records, palette):
-    """Speedup against τ, with the line of each way: its rounds cost break-even τ times a plain step."""
+    """
+    Speedup against the tokens of a round, with the line of each way: its rounds cost break-even τ times a plain step.
+    Rounds without a draft count in both.
+    """
     ways = _ways(records, lambda r: _tau(r) is not None and r["break_even_tau"] is not None)
     if not ways:
         return None
-    figure, axes = _start(palette, 4.4)
+    figure, axes = start_figure(palette, 4.4)
     numbers = _numbers(records)
-    points = [r for r in records if r["way"] in ways and _tau(r) is not None and r["speedup"] is not None]
-    highest = max([_tau(r) for r in points] + [r["break_even_tau"] or 1.0 for r in points]) * 1.08
+    points = [r for r in records if r["way"] in ways and r["tokens_per_round"] and r["speedup"] is not None]
+    highest = max([r["tokens_per_round"] for r in points] + [r["break_even_tau"] or 1.0 for r in points]) * 1.08
     for way in ways:
         color, even = palette.color(numbers[way]), _find(records, ALL_TASKS, way)["break_even_tau"]
         own = [r for r in points if r["way"] == way]
         axes.plot([1.0, highest], [1.0 / even, highest / even], color=color, linewidth=1.2, alpha=0.7)
         axes.scatter(
-            [_tau(r) for r in own],
+            [r["tokens_per_round"] for r in own],
             [r["speedup"][1] for r in own],
             color=color,
             marker=MARKERS[numbers[way] % len(MARKERS)],
@@ -259,8 +262,8 @@ def break_even_figure(records, palette):
             zorder=3,
         )
     axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="plain generate()")
-    _label(axes, palette, "acceptance length τ (tokens a round, bonus counted)", "speedup over plain (×)")
-    _legend(figure, axes, palette)
+    label_axes(axes, palette, "tokens a round, bonus counted", "speedup over plain (×)")
+    draw_legend(figure, axes, palette)
     return figure
 
 
@@ -269,7 +272,7 @@ def gate_figure(records, palette):
     lines = _gate_lines(records)
     if not lines:
         return None
-    figure, axes = _start(palette, 4.2)
+    figure, axes = start_figure(palette, 4.2)
     for number, (label, points) in enumerate(lines.items()):
         color = palette.color(number)
         xs = [gate for gate, *_ in points]
@@ -277,8 +280,8 @@ def gate_figure(records, palette):
         speeds = [100 * (speed - 1) for *_, speed in points]
         axes.plot(xs, speeds, color=color, marker="s", linestyle=":", label=f"{label}: speed")
     axes.axhline(0.0, color=palette.text, linewidth=1.2, linestyle="--", label="DLoop off")
-    _label(axes, palette, "loop gate (log-confidence of a stage, nats)", "gain over DLoop off (%)")
-    _legend(figure, axes, palette)
+    label_axes(axes, palette, "loop gate (log-confidence of a stage, nats)", "gain over DLoop off (%)")
+    draw_legend(figure, axes, palette)
     return figure
 
 
@@ -312,7 +315,7 @@ def repairs_figure(records, palette):
     chosen = [r for r in chosen if any(_repair_counts(r))]
     if not chosen:
         return None
-    figure, axes = _start(palette, 1.6 + 0.5 * len(chosen))
+    figure, axes = start_figure(palette, 1.6 + 0.5 * len(chosen))
     labels = ("right: the target's token", "harmful: the draft was right", "both wrong")
     places = range(len(chosen))
     left = [0.0] * len(chosen)
@@ -323,8 +326,8 @@ def repairs_figure(records, palette):
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    _label(axes, palette, "repaired slots that were verified (count)", "")
-    _legend(figure, axes, palette)
+    label_axes(axes, palette, "repaired slots that were verified (count)", "")
+    draw_legend(figure, axes, palette)
     return figure
 
 

@@ -150,6 +150,8 @@ def measure_headroom(
         options: Of `with_options`; DLoop is off.
     """
     total = Headroom()
+    # Whole blocks, whatever a call drafts by default; a caller may still ask for shorter ones.
+    options = {"num_draft_tokens": None, "confidence_threshold": 0.0} | options
     views = [drelay.with_options(**(options | {"use_selector": False, "loop_gate": None}))]
     if getattr(drelay, "selector", None) is not None:
         views.append(drelay.with_options(**(options | {"use_selector": True, "loop_gate": None})))

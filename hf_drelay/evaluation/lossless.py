@@ -1,5 +1,6 @@
 """Greedy losslessness: drafters against plain decoding, prompt by prompt, with the reason of every difference."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -57,6 +58,7 @@ def check_lossless(
                 f"`output` {output} has rows with other settings or another target ({row['settings']}, weights "
                 f"{row['target_weights_sha256']}). Use the same ones to resume, or give another name."
             )
+    _check_same_ways(output, own, ways)
     done = {(row["task"], row["prompt"], row["way"]) for row in own}
     for conversation in tqdm(list(conversations), desc=dtype, unit="prompt", disable=quiet):
         key = {"task": conversation.task, "prompt": conversation.index}
@@ -77,6 +79,18 @@ def check_lossless(
         append_rows(output, new)
         own += new
     return own
+
+
+def _check_same_ways(output: Path, rows: list[dict], ways: list[Way]) -> None:
+    """Raise a `ValueError` when a way of the same name is described otherwise in the rows: another drafter, say."""
+    described = {way.name: json.loads(json.dumps(way.description, default=str)) for way in ways}
+    for row in rows:
+        for field, value in described.get(row["way"], {}).items():
+            if row.get(field) != value:
+                raise ValueError(
+                    f"`output` {output} has rows of {row['way']!r} with another `{field}` ({row.get(field)!r}, now "
+                    f"{value!r}). Use the same drafter and options to resume, or give another name."
+                )
 
 
 def summarize_lossless(rows: list[dict]) -> list[dict]:

@@ -76,6 +76,8 @@ class TargetClock:
         prompt and new tokens; the newest token is in no cache.
         """
         rounds = self.forwards[1:]
+        if not rounds:  # the prefill's token was the last one
+            return []
         ends = [forward.start for forward in rounds[1:]] + [total_length - 1]
         return [end - forward.start for forward, end in zip(rounds, ends, strict=True)]
 

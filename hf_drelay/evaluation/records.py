@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import platform
+import shlex
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -86,7 +88,7 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
     opener = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
+        with opener(path, "rt", encoding="utf-8-sig") as file:
             for line in file:
                 number += 1
                 if line.strip():
@@ -117,6 +119,8 @@ def recover_rows(path: str | Path) -> list[dict]:
     if not path.is_file():
         return []
     data = path.read_bytes()
+    if data and not data.startswith(b"{"):
+        raise ValueError(f"`output` {path} is no file of result rows; give another name, or remove it.")
     whole = data[: data.rfind(b"\n") + 1]
     try:
         return [json.loads(line) for line in whole.splitlines() if line.strip()]
@@ -130,6 +134,13 @@ def replace_rows(path: str | Path, rows: Iterable[dict]) -> None:
     """Write a JSON-lines file anew, atomically."""
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
+
+
+def command_line() -> str:
+    """How this script was called; of files that lie elsewhere it tells the name alone."""
+    script, *arguments = sys.argv
+    script = f"{Path(script).parent.name}/{Path(script).name}"
+    return shlex.join([script, *(Path(a).name if Path(a).is_absolute() else a for a in arguments)])
 
 
 def write_json(path: str | Path, record: dict) -> None:

@@ -66,6 +66,7 @@ def summarize(rows: list[dict]) -> list[dict]:
     `tokens_per_s` and `speedup` hold `(lower quartile, median, upper quartile)` over the prompts; `speedup_total` is
     the ratio of all tokens by all seconds, which long answers dominate.
     """
+    rows = _named_apart(rows)
     names = list(dict.fromkeys(row["way"] for row in rows))
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     records = []
@@ -73,9 +74,24 @@ def summarize(rows: list[dict]) -> list[dict]:
         for name in names:
             chosen = [row for row in rows if row["way"] == name and task in (ALL_TASKS, row["task"])]
             if chosen:
-                plain = [row for row in rows if row["way"] == PLAIN and task in (ALL_TASKS, row["task"])]
+                turns = {_turn(row) for row in chosen}
+                plain = [row for row in rows if row["way"] == PLAIN and _turn(row) in turns]
                 records.append(_summarize_way(task, name, chosen, plain))
     return records
+
+
+def _turn(row: dict) -> tuple:
+    """What two ways must share to be set against each other."""
+    return row.get("run"), row["task"], row["prompt"], row["turn"]
+
+
+def _named_apart(rows: list[dict]) -> list[dict]:
+    """Rows whose ways bear the number of their run where runs have ways of the same name; plain decoding is one."""
+    runs: dict[str, set] = {}
+    for row in rows:
+        runs.setdefault(row["way"], set()).add(row.get("run"))
+    shared = {way for way, found in runs.items() if len(found) > 1 and way != PLAIN}
+    return [row | {"way": f"{row['way']} [{row['run'][:6]}]"} if row["way"] in shared else row for row in rows]
 
 
 def _summarize_way(task: str, name: str, rows: list[dict], plain_rows: list[dict]) -> dict:
@@ -100,6 +116,7 @@ def _summarize_way(task: str, name: str, rows: list[dict], plain_rows: list[dict
         "speedup_total": rate / plain_rate if plain_rate else None,
         "break_even_tau": _median(row["break_even_tau"] for row in rows),
         "overhead_share": _median(row["overhead_share"] for row in rows),
+        "tokens_per_round": _tokens_per_round(rows),
         "round_ms": _round_ms(rows),
         "peak_memory_mb": max(row["peak_memory_mb"] for row in rows),
         "num_compared": len(compared),
@@ -117,6 +134,13 @@ def _total_rate(rows: list[dict]) -> float:
 def _median(values: Iterable[float | None]) -> float | None:
     found = quartiles(list(values))
     return None if found is None else found[1]
+
+
+def _tokens_per_round(rows: list[dict]) -> float | None:
+    """Tokens that a forward of the target yields, those without a draft counted, the prefill and its token not."""
+    rows = [row for row in rows if row.get("num_forwards")]
+    num_rounds = sum(row["num_forwards"] for row in rows)
+    return sum(row["num_tokens"] - 1 for row in rows) / num_rounds if num_rounds else None
 
 
 def _round_ms(rows: list[dict]) -> dict[str, float] | None:
@@ -145,6 +169,7 @@ COLUMNS: tuple[tuple[str, Callable[[dict], str]], ...] = (
     ("stages / round", lambda r: number(_drafted(r, "mean_stages"))),
     ("repairs right / harmful", lambda r: _repairs(r)),
     ("draft / select / verify / overhead, ms a round", lambda r: _phases(r)),
+    ("overhead, % of the time", lambda r: _percent(r["overhead_share"] if r["kind"] == "drafter" else None)),
     ("tokens/s", lambda r: spread(r["tokens_per_s"], 1)),
     ("speedup", lambda r: spread(r["speedup"])),
     ("peak memory, MiB", lambda r: number(r["peak_memory_mb"], 0)),
@@ -167,6 +192,10 @@ def _phases(record: dict) -> str:
     if record["round_ms"] is None:
         return "–"
     return " / ".join(number(record["round_ms"][phase], 1) for phase in PHASES if phase != "prefill")
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.0f}"
 
 
 def _identical(record: dict) -> str:

@@ -5,12 +5,15 @@ A sweep is a benchmark whose ways are the points of a grid, so it is measured, r
 
 import itertools
 import json
-import math
 from pathlib import Path
 
 from .records import write_json
 from .summary import ALL_TASKS, summarize
 from .ways import PLAIN, Way, drafter_way, plain_way
+
+
+# Stands for minus infinity, which JSON does not have: no block of a draft is that unlikely.
+ALWAYS_LOOP = -1e9
 
 
 def sweep_options(
@@ -87,6 +90,6 @@ def write_best(folder: str | Path, rows: list[dict]) -> dict:
         )
     fields = {name: row[name] for name in ("loop_gate", "max_stages", "num_draft_tokens")}
     if fields["loop_gate"] == "-inf":
-        fields["loop_gate"] = -math.inf  # Python's json writes and reads it, transformers too
+        fields["loop_gate"] = ALWAYS_LOOP
     write_json(path, config | fields)
     return fields

@@ -73,8 +73,11 @@ def compiled_way(target) -> Way | None:
     return Way(COMPILED, "compiled", arguments, description={"cache": "static"})
 
 
-def prompt_lookup_way(num_tokens: int = 10) -> Way:
-    """Drafts copied from the prompt, as transformers ships it."""
+def prompt_lookup_way(target, num_tokens: int = 10) -> Way | None:
+    """Drafts copied from the prompt, as transformers ships it; `None` for targets that it refuses."""
+    if getattr(target, "_is_stateful", False):
+        logger.warning(f"hf_drelay: {PROMPT_LOOKUP!r} is left out: transformers refuses it for recurrent layers.")
+        return None
     return Way(
         PROMPT_LOOKUP,
         "prompt_lookup",
@@ -143,7 +146,7 @@ def accepts(drelay, **options) -> bool:
 
 def standard_ways(target, drafters: Iterable[tuple[str, object]], gate=None, max_stages=None, **options) -> list[Way]:
     """Everything the benchmark compares by default: baselines, and every drafter with DLoop off, fixed and auto."""
-    ways = [plain_way(), compiled_way(target), prompt_lookup_way()]
+    ways = [plain_way(), compiled_way(target), prompt_lookup_way(target)]
     for name, drelay in drafters:
         ways += drafter_ways(name, drelay, gate, max_stages, **options)
     return [way for way in ways if way is not None]

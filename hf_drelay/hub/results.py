@@ -3,22 +3,28 @@
 import json
 from pathlib import Path
 
+from hf_drelay.evaluation.summary import markdown, read_rows, summarize
+
 
 def read_records(paths) -> dict[str, list[dict]]:
     """
     Results by kind.
 
     Args:
-        paths (`Iterable[Path]`): JSON files of `scripts/benchmark_demo.py` and `scripts/check_lossless_demo.py`.
+        paths (`Iterable[Path]`): JSON files of `scripts/benchmark_demo.py` and `scripts/check_lossless_demo.py`, and
+            files of rows (`.jsonl`) of `hf-drelay benchmark`.
 
     Returns:
-        `{"speed": [...], "lossless": [...]}`.
+        `{"speed": [...], "lossless": [...], "benchmark": [...]}`.
 
     Raises:
         ValueError: For a file that is neither.
     """
-    records: dict[str, list[dict]] = {"speed": [], "lossless": []}
+    records: dict[str, list[dict]] = {"speed": [], "lossless": [], "benchmark": []}
     for path in map(Path, paths):
+        if path.suffix == ".jsonl":
+            records["benchmark"].append(read_rows([path]))
+            continue
         record = json.loads(path.read_text(encoding="utf-8"))
         kind = "speed" if "rows" in record else "lossless" if "summary" in record else None
         if kind is None:
@@ -32,20 +38,24 @@ def results_section(records: dict[str, list[dict]]) -> str:
     parts = []
     for record in records["speed"]:
         parts += [speed_table(record), circumstances(record), f"Command: `python {record['command']}`."]
+    for rows in records["benchmark"]:
+        parts.append(markdown(rows).strip())
+        parts += [f"Command: `{command}`." for command in dict.fromkeys(row["command"] for row in rows)]
     for name, counts in lossless_summary(records["lossless"]).items():
-        command = records["lossless"][0]["command"]
         parts.append(
             f"Losslessness, {name}: {counts['num_prompts']} prompts, {counts['num_tokens']} tokens, "
             f"{counts['num_different']} outputs differ from plain decoding, {counts['num_unexplained']} of them by "
-            f"more than rounding (`python {command}`)."
+            "more than rounding."
         )
+    commands = dict.fromkeys(record["command"] for record in records["lossless"])
+    parts += [f"Command: `python {command}`." for command in commands]
     return "\n\n".join(parts) if parts else "Not measured yet."
 
 
 def speed_table(record: dict) -> str:
     """Ways of decoding, a row each."""
     lines = [
-        "| | τ | stages / round | repairs right / harmful | tokens/s | speedup (quartiles over prompts) | identical |",
+        "| | τ | stages / round | repairs right / harmful | tokens/s | speedup, median (quartiles) | identical |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in record["rows"]:
@@ -59,7 +69,7 @@ def speed_table(record: dict) -> str:
                 f"{drafted['mean_stages']:.2f}",
                 f"{classes['repaired_right']} / {classes['repaired_harmful']}",
             ]
-        speed = f"{row['speedup_total']:.2f} ({low:.2f} .. {high:.2f})"
+        speed = f"{row['speedup_median']:.2f} ({low:.2f} .. {high:.2f})"
         identical = f"{row['num_identical']} / {_num_prompts(row)}"
         lines.append("| " + " | ".join([row["name"], *cells, f"{row['tokens_per_s']:.1f}", speed, identical]) + " |")
     return "\n".join(lines)
@@ -75,7 +85,8 @@ def circumstances(record: dict) -> str:
         f"{environment['transformers']}; target {target['target']} from {target['target_origin']} "
         f"({target['target_revision']}). τ counts the bonus token. DLoop: gate {arguments['loop_gate']}, at most "
         f"{arguments['max_stages']} stages. Decoding loop: {arguments['decoding_loop']}. All ways ran interleaved in "
-        "one process; speedup is the ratio of tokens/s to plain `generate()`, prefill included."
+        "one process; speedup is the ratio of tokens/s to plain `generate()`, prefill included, median and quartiles "
+        "over prompts."
     )
 
 
@@ -100,14 +111,29 @@ def measurements(records: dict[str, list[dict]], datasets: dict[str, str]) -> li
     Returns:
         Dictionaries with `dataset`, `prompts`, `way`, `speedup`, `num_prompts`, `notes`.
     """
-    return [
+    of_rows = [
+        {
+            "dataset": datasets[record["task"]],
+            "prompts": record["task"],
+            "way": record["way"],
+            "speedup": record["speedup"][1],
+            "num_prompts": record["num_prompts"],
+            "notes": f"{record['way']}; median over {record['num_prompts']} prompts of tokens/s against plain "
+            f"generate(); {rows[0]['environment']['cpu_threads']} threads of {rows[0]['environment']['device']}",
+        }
+        for rows in records["benchmark"]
+        for record in summarize(rows)
+        if record["statistics"] is not None and record["kind"] == "drafter" and record["task"] in datasets
+    ]
+    return of_rows + [
         {
             "dataset": datasets[kind],
             "prompts": kind,
             "way": row["name"],
             "speedup": entry["speedup_median"],
             "num_prompts": entry["num_prompts"],
-            "notes": f"{row['name']}; median over prompts of tokens/s against plain generate(); "
+            "notes": f"{row['name']}, {record['arguments']['decoding_loop']} loop; median over "
+            f"{entry['num_prompts']} prompts of tokens/s against plain generate(); "
             f"{record['environment']['cpu_threads']} threads of {record['environment']['device']}",
         }
         for record in records["speed"]

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_drelay.modeling.draft_session import DraftSession
-
 from .data import ResponseExample
 from .trainer import DRelayTrainer, collate
 
@@ -84,19 +82,23 @@ def _check_shortlist(trainer: DRelayTrainer, examples: list[ResponseExample]) ->
 
 
 def _check_positions(trainer: DRelayTrainer, example: ResponseExample) -> Finding:
-    """Whether a block of a batch has the rows of a draft at its anchor."""
+    """Whether a block of a batch has the rows of a draft at its anchor; of a chain, the first one."""
     model, adapter = trainer.model.eval(), trainer.adapter
     device = model.device
     anchor = example.prompt_length
     ids = example.input_ids[None].to(device)
     states, _ = trainer.features.get([f"{example.key}-{ids.shape[1]}"], ids, [ids.shape[1]])
     with torch.no_grad():
-        session = DraftSession(model.drafter, adapter)
-        session.extend(states[:, :anchor])
-        embeds = model.drafter.block_embeds(ids[:, anchor], adapter.embed)
-        positions = session.positions(anchor, model.config.block_size)
-        drafted = model.drafter(embeds, positions, session.cache).last_hidden_state
         trained = trainer.objective.block_rows(states, ids, torch.tensor([[anchor]], device=device))[:, 0]
+        session = model.new_session(adapter)
+        session.extend(states[:, :anchor])
+        if model.config.backbone == "parallel":
+            embeds = model.drafter.block_embeds(ids[:, anchor], adapter.embed)
+            positions = session.positions(anchor, model.config.block_size)
+            drafted = model.drafter(embeds, positions, session.cache).last_hidden_state
+        else:
+            drafted = model.drafter.first_state(session, ids[:, anchor : anchor + 1], ids[:, : anchor + 1])
+            trained = trained[:, :1]
     difference = (drafted - trained).abs().max().item() / drafted.abs().max().item()
     return Finding("positions", difference < 1e-2, f"training and drafting differ by {difference:.1e} of the largest")
 
@@ -109,12 +111,16 @@ def _check_learning(trainer: DRelayTrainer, num_steps: int) -> Finding:
     batch = trainer._prepare_inputs(collate(rows))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = []
+    # The last phase of the run has every loss and the deepest stages in it.
+    state, before = trainer.state, (trainer.state.global_step, trainer.state.max_steps)
+    state.global_step = state.max_steps = 1
     for _ in range(num_steps):
         loss = trainer.compute_loss(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    state.global_step, state.max_steps = before
     model.load_state_dict(saved)
     trainer._terms.clear()
     return Finding("learning", losses[-1] < 0.9 * losses[0], f"loss of one batch {losses[0]:.2f} -> {losses[-1]:.2f}")

@@ -34,7 +34,11 @@ class DRelayTrainingConfig(TrainingArguments):
     > The data
 
     Args:
-        responses (`list[str]`): Response files.
+        responses (`list[str]`): Response files, folders of them, or patterns.
+        prompts (`list[str]`): Sources of prompts (see `read_prompts`) that the target answers before the training,
+            into the one folder that `responses` then names. What is there already is kept.
+        self_synthesise (`int`): Prompts that the target thinks of by itself, for the same purpose.
+        response_tokens (`int`): Longest of these responses.
         held_out (`list[str]`): Response files to measure replay τ on; their prompts are not trained on. Without them,
             `num_held_out` examples are kept from the training.
         num_anchors (`int`): Blocks per sequence and step, drawn anew in every epoch.
@@ -78,6 +82,9 @@ class DRelayTrainingConfig(TrainingArguments):
     start_from_target: bool = _field(True, "Start a new drafter from the target's last layers.")
 
     responses: list[str] = _field([], "Response files.")
+    prompts: list[str] = _field([], "Sources of prompts to answer before the training.")
+    self_synthesise: int = _field(0, "Prompts that the target thinks of before the training.")
+    response_tokens: int = _field(256, "Longest response to these prompts.")
     held_out: list[str] = _field([], "Response files to measure replay τ on.")
     num_anchors: int = _field(48, "Blocks per sequence and step.")
     max_length: int = _field(512, "Longest sequence in tokens.")
@@ -130,6 +137,11 @@ class DRelayTrainingConfig(TrainingArguments):
                 f"`freeze_backbone=True` with `selector_start` {self.selector_start} has nothing to train before it; "
                 "use `selector_start=0`."
             )
+        if self.base_anchor_end and (self.freeze_backbone or self.selector_start > 0):
+            raise ValueError(
+                f"`base_anchor_end` {self.base_anchor_end} hands the loss over from the backbone to the head from the "
+                "first step on; leave out `freeze_backbone` and `selector_start`."
+            )
         if self.target_dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"`target_dtype` is {self.target_dtype!r}; expected float32, bfloat16 or float16.")
         if self.fsdp:
@@ -144,6 +156,17 @@ class DRelayTrainingConfig(TrainingArguments):
         for name in ("selector_start", "loop_start", "contribution_start", "base_anchor_end", "least_after"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; expected a share between 0 and 1.")
+        makes_responses = bool(self.prompts or self.self_synthesise)
+        if makes_responses and (len(self.responses) != 1 or ".jsonl" in self.responses[0]):
+            raise ValueError(
+                f"`responses` is {self.responses}; with `prompts` or `self_synthesise` it must name the one folder to "
+                "write the responses into."
+            )
+        if makes_responses and self.world_size > 1:
+            raise ValueError(
+                "`prompts` and `self_synthesise` make responses in one process; run `hf-drelay prepare-data` first, "
+                "and leave them out."
+            )
         if self.drafter and (self.preset or self.drafter_config):
             raise ValueError(
                 "`drafter` brings its own configuration; leave out `preset` and `drafter_config`, or the `drafter`."

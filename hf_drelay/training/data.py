@@ -6,6 +6,7 @@ and optionally `set` and `mode`.
 """
 
 import functools
+import glob
 import hashlib
 import random
 from collections import Counter
@@ -99,6 +100,28 @@ def _texts(source: str | Path) -> Iterator[str]:
         yield from load_dataset(name, split=split, streaming=True).select_columns(column)[column]
 
 
+def response_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """
+    Files that `paths` name: files, folders (their `.jsonl` and `.jsonl.gz` files), patterns such as `runs/*.jsonl`.
+
+    Raises:
+        ValueError: If one of them names no file.
+    """
+    files = []
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        folder = Path(path)
+        if folder.is_dir():
+            found = [file for suffix in ("*.jsonl", "*.jsonl.gz") for file in folder.glob(suffix)]
+        elif folder.is_file():
+            found = [folder]
+        else:
+            found = [Path(name) for name in glob.glob(str(path))]
+        if not found:
+            raise ValueError(f"`{path}` names no response file; make some with `hf-drelay prepare-data --output DIR`.")
+        files += sorted(found)
+    return files
+
+
 def load_responses(
     paths: str | Path | Iterable[str | Path],
     tokenizer,
@@ -107,14 +130,14 @@ def load_responses(
     mode: str | None = None,
 ) -> list[ResponseExample]:
     """
-    Responses of one or several files as examples. What cannot teach anything is left out, and a warning tells how much
-    of it there was: responses with fewer than `min_response` tokens within `max_length`, and repeated ones. `mode` is
-    that of the chat template, see `TEMPLATE_MODES`.
+    Responses of one or several files as examples, see `response_files`. What cannot teach anything is left out, and a
+    warning tells how much of it there was: responses with fewer than `min_response` tokens within `max_length`, and
+    repeated ones. `mode` is that of the chat template, see `TEMPLATE_MODES`.
 
     Raises:
         ValueError: If the files have no usable response, or hold tokens that the tokenizer does not know.
     """
-    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    paths = response_files(paths)
     examples: dict[str, ResponseExample] = {}
     skipped: Counter = Counter()
     for path in paths:

@@ -106,7 +106,7 @@ class FeatureStore:
             tensors |= self._soft_targets(outputs.last_hidden_state)
         rows = []
         for i, (key, length) in enumerate(zip(keys, lengths, strict=True)):
-            row = {name: tensor[i, :length].clone() for name, tensor in tensors.items()}
+            row = {name: tensor[i, :length].cpu().clone() for name, tensor in tensors.items()}
             self._keep(key, row)
             rows.append(row)
         return rows

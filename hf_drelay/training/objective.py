@@ -149,8 +149,13 @@ class JointObjective:
     @property
     def needs_soft_targets(self) -> bool:
         """Whether a loss looks at the target's distribution."""
-        of_head = self.model.selector is not None and self.config.head_l1_share > 0
+        of_head = self.trains_selector and self.config.head_l1_share > 0
         return self.config.has_soft_base or of_head or self.trains_confidence
+
+    @property
+    def corrects_whole_vocabulary(self) -> bool:
+        """Whether the head's paper corrects every token: then what lies outside the pool counts, uncorrected."""
+        return self.model.config.head in ("recurrent", "markov")
 
     def __call__(
         self,
@@ -314,7 +319,8 @@ class JointObjective:
         path = blocks.tokens(batch.input_ids, stage.offset, self.model.config.num_drafts)
         inputs = self._head_inputs(batch, stage, blocks, path[:, 0], earlier)
         state = selector.read(inputs)
-        log_probs = selector.score(state, path).log_softmax(dim=-1)
+        scores = selector.score(state, path)
+        log_probs = scores.log_softmax(dim=-1)
         hits = inputs.pool.ids == labels[..., None]
         covered = hits.any(-1) & valid
         own = log_probs.gather(2, hits.long().argmax(-1, keepdim=True))[..., 0]
@@ -323,7 +329,11 @@ class JointObjective:
             accepted = torch.where(covered, own.detach().exp(), torch.zeros_like(own))
             share = contribution_weights(accepted).clamp(min=self.config.contribution_floor)
             weight = weight + self.config.contribution * share
-        loss = self._weighted_mean(-own, covered * weight)
+        if self.corrects_whole_vocabulary:
+            losses, scored = self._whole_cross_entropy(stage, scores, inputs.pool, hits)
+            loss = self._weighted_mean(losses, scored * valid * weight)
+        else:
+            loss = self._weighted_mean(-own, covered * weight)
         terms["repair"] = loss.detach()
         if self.config.head_l1_share or self.trains_confidence:
             distance = restricted_l1(log_probs, inputs.pool.ids, self._teacher(batch, blocks, stage.offset))
@@ -342,6 +352,19 @@ class JointObjective:
         terms["expected_accepted"] = right.long().cumprod(dim=1).sum(1).float().mean()
         terms["expected_accepted_kept"] = drafted.long().cumprod(dim=1).sum(1).float().mean()
         return loss, selector.remember(state, path[:, :stage_tokens])
+
+    @staticmethod
+    def _whole_cross_entropy(stage: _Stage, scores, pool: Pool, hits) -> tuple[torch.Tensor, torch.BoolTensor]:
+        """
+        Cross-entropy `(M, K)` over the vocabulary of a distribution that the head corrects in the pool only, and which
+        labels are in the vocabulary at all.
+        """
+        M = len(scores)
+        base = stage.logits.picked[:M, :, 0] - stage.logits.normalizer[:M]
+        outside = torch.log1p(-pool.log_probs.exp().sum(dim=-1).clamp(max=1 - 1e-6))
+        normalizer = torch.logaddexp(scores.logsumexp(dim=-1), outside)
+        own = torch.where(hits, scores, float("-inf")).amax(dim=-1)
+        return normalizer - torch.where(hits.any(-1), own, base), stage.columns[:M] >= 0
 
     def _head_inputs(self, batch: _Batch, stage: _Stage, blocks: Blocks, anchor_ids, earlier) -> HeadInputs:
         config, M = self.model.config, len(blocks.anchor)

@@ -7,7 +7,7 @@ from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 
 from .config import DRelayTrainingConfig
-from .data import read_jsonl
+from .data import read_jsonl, response_files
 from .run import starting_config
 
 
@@ -38,7 +38,8 @@ def plan_run(config: DRelayTrainingConfig, num_processes: int = 1) -> dict[str, 
     target = _target_parameters(drafter)
     flops = _flops_per_sequence(config, drafter, backbone, selector, target, mean_length) * batch * steps
     weights = (backbone + selector) * BYTES_PER_PARAMETER
-    rows = config.per_device_train_batch_size * config.num_anchors * drafter.block_size
+    depth = config.loop_depth if config.loop_start < 1 else 1  # gradients keep all stages that are unrolled
+    rows = config.per_device_train_batch_size * config.num_anchors * drafter.block_size * depth
     activations = rows * drafter.hidden_size * (drafter.num_hidden_layers * 34 + 12)
     logits = 4 * 4 * min(config.chunk_rows, rows) * drafter.output_vocab_size
     known = "unknown" if num_examples is None else f"{num_examples:,}"
@@ -58,9 +59,11 @@ def plan_run(config: DRelayTrainingConfig, num_processes: int = 1) -> dict[str, 
 def _examples(config: DRelayTrainingConfig) -> tuple[int | None, float]:
     """Number and mean length of the examples; `None` and a guess when the files are not there."""
     try:
-        lengths = [len(row["response_ids"]) for path in config.responses for row in read_jsonl(path)]
-    except FileNotFoundError:
+        lengths = [len(row["response_ids"]) for path in response_files(config.responses) for row in read_jsonl(path)]
+    except ValueError:
         lengths = []
+    if not lengths and config.self_synthesise:
+        return config.self_synthesise, MEAN_LENGTH * config.max_length
     if not lengths:
         return None, MEAN_LENGTH * config.max_length
     return len(lengths), min(config.max_length, sum(lengths) / len(lengths) + 64)
@@ -75,11 +78,19 @@ def _target_parameters(drafter: DRelayConfig) -> int:
 
 def _flops_per_sequence(config, drafter: DRelayConfig, backbone: int, selector: int, target: int, length: float):
     """Two operations for each weight and token forward, four backward; frozen weights need two of these less."""
-    rows = config.num_anchors * drafter.block_size
-    candidates = config.num_selector_anchors * drafter.num_drafts * drafter.pool_size
-    dense_selector = selector - drafter.pair_rank * (2 * drafter.output_vocab_size)
-    head = 6 * config.num_anchors * drafter.num_drafts * drafter.output_vocab_size * drafter.hidden_size
-    drafting = 6 * backbone * (rows + length) + head + 6 * max(dense_selector, 0) * candidates
+    slots = config.num_anchors * drafter.num_drafts
+    is_chain = drafter.backbone != "parallel"  # unrolled at every position, not at anchors alone
+    rows = length * drafter.num_drafts if is_chain else config.num_anchors * drafter.block_size + length
+    if drafter.use_own_head:
+        backbone = backbone - drafter.output_vocab_size * drafter.hidden_size
+    head = 6 * slots * drafter.output_vocab_size * drafter.hidden_size
+    drafting = 6 * backbone * rows + head
+    # Of a head's tables a slot reads a few rows; the selector looks at every candidate, the others at every slot.
+    rank = drafter.pair_rank if drafter.head == "relay" else drafter.head_rank
+    per_slot = drafter.pool_size if drafter.head == "relay" else 1
+    num_tables = {"independent": 0, "recurrent": 1}.get(drafter.head, 2)
+    tables = num_tables * rank * drafter.output_vocab_size
+    drafting += 6 * (selector - tables) * config.num_selector_anchors * drafter.num_drafts * per_slot
     unrolled = 1 + (config.loop_depth - 1) * (1 - config.loop_start)
     return drafting * unrolled + 2 * target * length
 

@@ -7,7 +7,7 @@ spans the rows that ended leave the batch, and their place in the cache with the
 import gzip
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from hf_drelay.evaluation.records import replace_file, write_json
 from hf_drelay.evaluation.tasks import TEMPLATE_MODES
 from hf_drelay.modeling.compat import cache_keyword
 
-from .data import encode_prompt
+from .data import encode_prompt, read_prompts
 
 
 @dataclass
@@ -272,6 +272,37 @@ def _write_rows(path: Path, rows: list[dict]) -> None:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
     replace_file(path, write)
+
+
+def prepare_responses(
+    target,
+    tokenizer,
+    folder: str | Path,
+    sources: Iterable[str] = (),
+    num_synthesised: int = 0,
+    num_prompts: int | None = None,
+    decoding: Decoding | None = None,
+    shard_size: int = 512,
+    seed: int = 0,
+) -> list[Path]:
+    """
+    Responses to prompts from `sources` (see `read_prompts`) and to ones that the target thinks of by itself; what an
+    interrupted call has done is kept.
+
+    Args:
+        num_synthesised (`int`): Prompts that the target thinks of.
+        num_prompts (`int`, *optional*): Use at most so many of each source.
+
+    Returns:
+        Paths of all shards in `folder`, see `write_responses`.
+    """
+    texts = [text for source in sources for text in read_prompts(source, num_prompts)]
+    if num_synthesised:
+        file = Path(folder) / "synthesised.json"
+        if not file.exists():
+            write_json(file, synthesise_prompts(target, tokenizer, num_synthesised, seed=seed))
+        texts += json.loads(file.read_text(encoding="utf-8"))
+    return write_responses(target, tokenizer, texts, folder, decoding, shard_size, seed)
 
 
 def synthesise_prompts(

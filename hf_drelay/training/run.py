@@ -19,7 +19,8 @@ from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.targets import describe_demo_target, load_demo_target
 
 from .config import DRelayTrainingConfig
-from .data import ResponseExample, frequent_tokens, load_responses, split_by_prompt
+from .data import ResponseExample, frequent_tokens, load_responses, response_files, split_by_prompt
+from .responses import Decoding, prepare_responses
 from .trainer import DRelayTrainer
 
 
@@ -96,8 +97,21 @@ def build_drafter(config: DRelayTrainingConfig, target, train_examples: list[Res
 
 def build_trainer(config: DRelayTrainingConfig):
     """Everything of a run, ready to start. Returns `(trainer, tokenizer)`."""
+    if not (config.prompts or config.self_synthesise):
+        response_files(config.responses)  # a wrong name should not cost the time to load a target
     target, tokenizer = load_target(config)
     mode = starting_config(config, target.config).chat_template_mode
+    if config.prompts or config.self_synthesise:
+        decoding = Decoding(config.response_tokens, template_mode=mode)
+        prepare_responses(
+            target,
+            tokenizer,
+            config.responses[0],
+            config.prompts,
+            config.self_synthesise,
+            decoding=decoding,
+            seed=config.seed,
+        )
     train_examples, held_out = load_examples(config, tokenizer, mode)
     drelay = build_drafter(config, target, train_examples)
     return DRelayTrainer(drelay, target, config, train_examples, held_out), tokenizer

@@ -97,6 +97,13 @@ class DRelayTrainer(Trainer):
             )
         if args.freeze_backbone and model.selector is None:
             raise ValueError("`freeze_backbone=True` trains the head alone, but this drafter has none.")
+        if model.config.backbone not in ("parallel", "eagle3"):
+            raise ValueError(
+                f"A drafter with the backbone {model.config.backbone!r} was trained together with its target; it "
+                "cannot be trained here."
+            )
+        if args.head_l1_share and (model.selector is None or not args.train_selector):
+            raise ValueError(f"`head_l1_share` {args.head_l1_share} needs a head that is trained; set it to 0.")
         if args.base_anchor_end and (model.selector is None or not args.train_selector):
             raise ValueError(
                 f"`base_anchor_end` {args.base_anchor_end} hands the loss over to that of a head, but no head is "
@@ -112,7 +119,8 @@ class DRelayTrainer(Trainer):
                 "raise `num_held_out`, or name greedy responses with `held_out`."
             )
         # Spread over the files, which hold one kind of prompt each.
-        self.held_out = greedy[:: max(1, len(greedy) // args.num_replayed)][: args.num_replayed]
+        count = min(len(greedy), args.num_replayed)
+        self.held_out = [greedy[i * len(greedy) // count] for i in range(count)]
         self.clock = PhaseClock()
         self._num_tokens = 0
         self._terms: dict[str, list[torch.Tensor]] = {}
@@ -134,11 +142,13 @@ class DRelayTrainer(Trainer):
         self.objective = JointObjective(
             model, self.adapter, args.objective(), share=lambda total: self.accelerator.reduce(total, "mean")
         )
+        if not args.train_selector:
+            self.objective.config.repair_weight = 0.0
         self.features = features or self._feature_store(train_dataset)
 
     def _feature_store(self, dataset: ResponseDataset) -> FeatureStore:
         args, taps = self.args, self.model.config.target_layer_ids
-        num_soft = args.num_soft_targets if self.objective.needs_soft_targets else 0
+        num_soft = self._num_soft_targets()
         folder = None
         if args.feature_folder is not None:
             path = f"{args.feature_folder}/process-{args.process_index}"
@@ -161,6 +171,9 @@ class DRelayTrainer(Trainer):
             }
             folder = FeatureFolder(path, about)
         return FeatureStore(self.adapter, taps, num_soft, args.feature_bytes, folder)
+
+    def _num_soft_targets(self) -> int:
+        return self.args.num_soft_targets if self.objective.needs_soft_targets else 0
 
     def train(self, *args, **kwargs):
         self.clock = PhaseClock()

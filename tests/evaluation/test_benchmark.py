@@ -29,7 +29,7 @@ CONFIG = BenchmarkConfig(max_new_tokens=10)
 def parts(tiny):
     """`(target, tokenizer, ways)`."""
     target = tiny.build_target("llama")
-    ways = [plain_way(), prompt_lookup_way(), drafter_way("tiny", tiny.build_drafter(target))]
+    ways = [plain_way(), prompt_lookup_way(target), drafter_way("tiny", tiny.build_drafter(target))]
     return target, tiny.build_tokenizer(tiny.VOCAB_SIZE), ways
 
 
@@ -213,7 +213,7 @@ class TestKnownDrafters:
         target = tiny.build_cycle_target(8)
         ids = torch.tensor([target.generate(torch.tensor([[1]]), do_sample=False, max_new_tokens=20)[0].tolist()])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        result = measure(target, inputs, prompt_lookup_way(3), do_sample=False, max_new_tokens=17)
+        result = measure(target, inputs, prompt_lookup_way(target, 3), do_sample=False, max_new_tokens=17)
         assert result.statistics.acceptance_length > 3
         # The host's loop lets it draft with the prefill already, which is no round.
         assert 17 - sum(result.round_lengths) == 4 and max(result.round_lengths) == 4

@@ -207,10 +207,10 @@ class TestChainUnroll:
             own = ids[row : row + 1]
             session = model.new_session(adapter)
             session.extend(states[row : row + 1, :anchor])
-            state = model.drafter._first_state(session, own[:, anchor : anchor + 1], own[:, : anchor + 1])
+            state = model.drafter.first_state(session, own[:, anchor : anchor + 1], own[:, : anchor + 1])
             for step in range(chain.shape[2]):
                 torch.testing.assert_close(chain[row, column, step], state[0, 0], rtol=1e-4, atol=1e-5)
                 if anchor + 1 + step < own.shape[1]:
-                    state = model.drafter._next_state(session, state, own[:, anchor + 1 + step][:, None])
+                    state = model.drafter.next_state(session, state, own[:, anchor + 1 + step][:, None])
                 else:
                     break

@@ -1,0 +1,166 @@
+"""Tables and figures of the project's own studies: arms that were trained alike, and our loop by batch size.
+
+The records are those of `scripts/train_arms.py` and `scripts/benchmark_loop.py`.
+"""
+
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from .figures import LIGHT, MARKERS, draw_legend, label_axes, start_figure
+
+
+WAYS = ("one stage", "DLoop")
+
+
+def arms_table(record: dict) -> str:
+    """Arms of a study as Markdown, a row each; several seeds of an arm are averaged."""
+    lines = [
+        "| arm | head, M parameters | τ (95 % of drawn responses) | τ with DLoop | repairs right / harmful | draft ms "
+        "| select ms | steps | seeds |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm, rows in _by_arm(record).items():
+        classes = [row["one stage"]["slot_classes"] for row in rows]
+        repairs = [sum(c[name] for c in classes) for name in ("repaired_right", "repaired_harmful")]
+        cells = [arm, f"{_mean(rows, 'head_parameters') / 1e6:.2f}"]
+        cells += [_tau(rows, way) for way in WAYS]
+        cells.append(f"{repairs[0]} / {repairs[1]}" if any(repairs) else "")
+        cells += [_phase(rows, "draft"), _phase(rows, "select")]
+        cells += [f"{_mean(rows, 'num_steps'):.0f}", str(len(rows))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def arms_circumstances(record: dict) -> str:
+    """What was measured, where and how, in one paragraph."""
+    row = record["rows"][0]
+    minutes = sorted({r["minutes"] for r in record["rows"]})
+    environment, dloop = row["environment"], record["DLoop"]
+    odd = [f"{r['arm']} starts from {r['start']}" for r in record["rows"] if r["start"] != "the shared backbone"]
+    threads = "thread" if environment["cpu_threads"] == 1 else "threads"
+    return (
+        f"Greedy replay on {row['num_responses']} responses that nothing was trained on. Every arm starts from one "
+        f"trained backbone with a fresh head and trains for {_range(minutes)} minutes on {environment['cpu_threads']} "
+        f"{threads} of {environment['device']}; steps are what fits into that time. "
+        + "".join(f"{text}. " for text in sorted(set(odd)))
+        + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
+        f"of {dloop['num_draft_tokens']} tokens. ms are those of a round. Seeds of an arm are averaged; the interval "
+        f"is that of the first. Command: `python {record['command']} --arm ARM`."
+    )
+
+
+def draw_arms(record: dict, path: Path) -> None:
+    """τ of every arm with its interval, DLoop off and on, as an SVG."""
+    arms = _by_arm(record)
+    figure, axes = start_figure(LIGHT, 0.9 + 0.36 * len(arms))
+    for number, way in enumerate(WAYS):
+        for place, rows in enumerate(arms.values()):
+            low, high = rows[0][way]["interval"]
+            y, color = place + 0.16 * (2 * number - 1), LIGHT.color(number)
+            axes.plot([low, high], [y, y], color=color, linewidth=1.6, alpha=0.6)
+            taus = [row[way]["acceptance_length"] for row in rows]
+            label = way if place == 0 else None
+            axes.plot(taus, [y] * len(taus), MARKERS[number], color=color, markersize=5, label=label)
+    axes.set_yticks(range(len(arms)), list(arms))
+    axes.invert_yaxis()
+    label_axes(axes, LIGHT, "τ, tokens committed in a round (bonus counted)", "")
+    draw_legend(figure, axes, LIGHT)
+    _save(figure, path)
+
+
+def loop_table(record: dict) -> str:
+    """tokens/s of every way by batch size, speedup over plain decoding in brackets; kinds of prompts are pooled."""
+    speeds, sizes = _speeds(record)
+    lines = ["| | " + " | ".join(f"batch {size}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    for name, by_size in speeds.items():
+        cells = [f"{by_size[s]:.1f} ({by_size[s] / speeds['plain'][s]:.2f})" if s in by_size else "" for s in sizes]
+        lines.append("| " + " | ".join([name, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def loop_circumstances(record: dict) -> str:
+    """What was measured, where and how, and the time of a round beside the models."""
+    arguments, environment = record["arguments"], record["environment"]
+    host = {}
+    for name in ("plain", "host chain", "chain"):
+        found = [row["host_ms"] for row in record["rows"] if row["name"] == name and "host_ms" in row]
+        if found:
+            host[name] = statistics.mean(found)
+    beside = ", ".join(f"{ms:.1f} ({name})" for name, ms in host.items())
+    return (
+        f"tokens/s, in brackets over plain `generate()`; {arguments['num_prompts']} prompts of each of "
+        f"{', '.join(record['prompt_files'])}, {arguments['max_new_tokens']} new tokens, temperature "
+        f"{arguments['temperature']}, float32, {environment['cpu_threads']} threads of {environment['device']}, all "
+        f"ways interleaved in one process. A round's ms outside the forwards of target and drafter, batch 1: {beside}."
+        f" Command: `python {record['command']}`."
+    )
+
+
+def draw_loop(record: dict, path: Path) -> None:
+    """Speedup over plain decoding by batch size, as an SVG."""
+    speeds, sizes = _speeds(record)
+    figure, axes = start_figure(LIGHT, 3.6)
+    ways = [name for name in speeds if name != "plain"]
+    for number, name in enumerate(ways):
+        own = [size for size in sizes if size in speeds[name]]
+        ratios = [speeds[name][size] / speeds["plain"][size] for size in own]
+        axes.plot(own, ratios, f"{MARKERS[number]}-", color=LIGHT.color(number), markersize=5, label=name)
+    axes.axhline(1.0, color=LIGHT.text, linewidth=1, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    label_axes(axes, LIGHT, "rows of the batch", "speedup over plain decoding")
+    draw_legend(figure, axes, LIGHT)
+    _save(figure, path)
+
+
+def _by_arm(record: dict) -> dict[str, list[dict]]:
+    arms = defaultdict(list)
+    for row in sorted(record["rows"], key=lambda row: row["seed"]):
+        arms[row["arm"]].append(row)
+    return dict(sorted(arms.items(), key=lambda item: -_mean_tau(item[1], "one stage")))
+
+
+def _mean(rows: list[dict], name: str) -> float:
+    return statistics.mean(row[name] for row in rows)
+
+
+def _mean_tau(rows: list[dict], way: str) -> float:
+    return statistics.mean(row[way]["acceptance_length"] for row in rows)
+
+
+def _tau(rows: list[dict], way: str) -> str:
+    low, high = rows[0][way]["interval"]
+    return f"{_mean_tau(rows, way):.3f} ({low:.2f} .. {high:.2f})"
+
+
+def _phase(rows: list[dict], phase: str) -> str:
+    found = [row["one stage"]["ms_per_round"].get(phase) for row in rows]
+    return "" if None in found else f"{statistics.mean(found):.1f}"
+
+
+def _range(numbers: list[float]) -> str:
+    return " to ".join(f"{number:g}" for number in dict.fromkeys((numbers[0], numbers[-1])))
+
+
+def _speeds(record: dict) -> tuple[dict[str, dict[int, float]], list[int]]:
+    """Mean tokens/s over the kinds of prompts, by way and batch size; and the sizes."""
+    found = defaultdict(lambda: defaultdict(list))
+    for row in record["rows"]:
+        found[row["name"]][row["batch_size"]].append(row["tokens_per_s"])
+    sizes = sorted({row["batch_size"] for row in record["rows"]})
+    return {name: {s: statistics.mean(v) for s, v in by_size.items()} for name, by_size in found.items()}, sizes
+
+
+def _save(figure, path: Path) -> None:
+    figure.savefig(path, facecolor=figure.get_facecolor(), metadata={"Date": None})
+
+
+__all__ = [
+    "arms_circumstances",
+    "arms_table",
+    "draw_arms",
+    "draw_loop",
+    "loop_circumstances",
+    "loop_table",
+]

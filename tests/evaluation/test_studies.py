@@ -1,0 +1,89 @@
+"""Tables and figures of studies: every number is that of the record, seeds are averaged, figures are valid SVG."""
+
+import xml.etree.ElementTree as ET
+
+from hf_drelay.evaluation import studies
+
+
+ENVIRONMENT = {"cpu_threads": 1, "device": "a CPU"}
+
+
+def row(arm, seed, tau, start="the shared backbone", **fields):
+    def way(value):
+        return {
+            "acceptance_length": value,
+            "interval": [value - 0.1, value + 0.1],
+            "slot_classes": {"repaired_right": 3, "repaired_harmful": 1},
+            "ms_per_round": {"draft": 4.0, "select": 1.5},
+        }
+
+    base = {"arm": arm, "seed": seed, "minutes": 5.0, "num_steps": 100 + seed, "start": start}
+    base |= {"head_parameters": 2_000_000, "num_responses": 7, "environment": ENVIRONMENT}
+    return base | {"one stage": way(tau), "DLoop": way(tau + 0.5)} | fields
+
+
+ARMS = {
+    "command": "scripts/train_arms.py --study comparison",
+    "DLoop": {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3},
+    "rows": [
+        row("worse", 0, 2.0),
+        row("better", 1, 2.4),
+        row("better", 0, 2.2),
+        row("EAGLE-3", 0, 1.5, "the target's last layer", head_parameters=0),
+    ],
+}
+
+
+def test_arms_stand_in_order_and_seeds_are_averaged():
+    lines = studies.arms_table(ARMS).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| better", "| worse", "| EAGLE-3"]
+    expected = "| better | 2.00 | 2.300 (2.10 .. 2.30) | 2.800 (2.60 .. 2.80) | 6 / 2 | 4.0 | 1.5 | 100 | 2 |"
+    assert lines[2] == expected
+
+
+def test_circumstances_tell_what_starts_elsewhere():
+    text = studies.arms_circumstances(ARMS)
+    assert "7 responses" in text and "5 minutes on 1 thread of a CPU" in text
+    assert "EAGLE-3 starts from the target's last layer." in text
+    assert "`python scripts/train_arms.py --study comparison --arm ARM`" in text
+
+
+def speed(kind, size, name, rate, **more):
+    return {"kind": kind, "batch_size": size, "name": name, "tokens_per_s": rate} | more
+
+
+LOOP = {
+    "command": "scripts/benchmark_loop.py",
+    "arguments": {"num_prompts": "2", "max_new_tokens": "8", "temperature": "0.0"},
+    "prompt_files": ["a.jsonl", "b.jsonl"],
+    "environment": {"cpu_threads": 2, "device": "a CPU"},
+    "rows": [
+        speed("a", 1, "plain", 10.0, host_ms=1.0),
+        speed("b", 1, "plain", 20.0, host_ms=2.0),
+        speed("a", 1, "host chain", 15.0, host_ms=3.0),
+        speed("b", 1, "host chain", 15.0, host_ms=3.0),
+        speed("a", 1, "chain", 30.0, host_ms=2.0),
+        speed("a", 4, "plain", 40.0),
+        speed("a", 4, "chain", 20.0),
+    ],
+}
+
+
+def test_speeds_are_pooled_over_kinds_and_set_against_plain_decoding():
+    assert studies.loop_table(LOOP).splitlines() == [
+        "| | batch 1 | batch 4 |",
+        "|---|---|---|",
+        "| plain | 15.0 (1.00) | 40.0 (1.00) |",
+        "| host chain | 15.0 (1.00) |  |",
+        "| chain | 30.0 (2.00) | 20.0 (0.50) |",
+    ]
+    assert "1.5 (plain), 3.0 (host chain), 2.0 (chain)" in studies.loop_circumstances(LOOP)
+
+
+def test_figures_are_drawn_and_name_their_axes(tmp_path):
+    studies.draw_arms(ARMS, tmp_path / "arms.svg")
+    studies.draw_loop(LOOP, tmp_path / "loop.svg")
+    for name, label in (("arms", "tokens committed in a round"), ("loop", "rows of the batch")):
+        text = (tmp_path / f"{name}.svg").read_text()
+        assert ET.fromstring(text).tag.endswith("svg")
+        assert label in text
