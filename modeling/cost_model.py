@@ -102,12 +102,15 @@ class CostModel:
         clock (`Callable`): Returns seconds; replaced in tests.
 
     Attributes:
-        WARM_UP (`int`): Plain steps that measure the target alone before anything is drafted.
+        WARM_UP (`int`): Plain steps before anything is drafted; all but the first, which may pay for a compilation,
+            measure the target alone.
+        RENEWAL (`int`): Drafting rounds after which one plain step measures it again.
         LOSS (`float`): Tokens that speculation may cost, compared with plain decoding, before it is put off.
         PAUSES (`tuple[int, ...]`): Tokens decoded plainly after the first, second, ... losing trial.
     """
 
-    WARM_UP = 2
+    WARM_UP = 3
+    RENEWAL = 64
     LOSS = 1.0
     MEMORY = 0.9
     PAUSES = (16, 48, 144, 432)
@@ -122,6 +125,7 @@ class CostModel:
         self.plain_ms = Average(0.15)  # of a round without a draft
         self.tokens_per_ms: float | None = None
         self._num_plain = 0
+        self._num_drafting = 0  # rounds since the last plain step
         self.begin_call()
 
     def begin_call(self) -> None:
@@ -134,7 +138,7 @@ class CostModel:
 
     def drafts(self) -> bool:
         """Whether the coming round drafts at all."""
-        return self._num_plain >= self.WARM_UP and self._pause <= 0
+        return self._num_plain >= self.WARM_UP and self._pause <= 0 and self._num_drafting < self.RENEWAL
 
     def stage_length(self, beliefs: list[float], stage: int, num_before: int, reach: float) -> int:
         """
@@ -184,10 +188,13 @@ class CostModel:
         self.tokens_per_ms = rate if self.tokens_per_ms is None else 0.9 * self.tokens_per_ms + 0.1 * rate
         if not self.drafts():
             value = self.plain_ms.value
-            self.plain_ms.add(round_ms if value is None else min(round_ms, LatencyTable.OUTLIER * value))
+            if self._num_plain > 0:
+                self.plain_ms.add(round_ms if value is None else min(round_ms, LatencyTable.OUTLIER * value))
             self._num_plain += 1
+            self._num_drafting = 0
             self._pause -= num_committed
             return
+        self._num_drafting += 1
         self._balance = self.MEMORY * self._balance + num_committed - round_ms / max(self.plain_ms.value, 1e-6)
         if self._balance < -self.LOSS:
             self._pause = self.PAUSES[min(self._num_losses, len(self.PAUSES) - 1)]

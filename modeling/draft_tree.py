@@ -248,10 +248,11 @@ def attention_masks(target, cache, trees: list[DraftTree], lengths: list[int], n
             visible &= (num_slots + depths)[:, :, None] - key[:, None] < window
         return _as_backend_mask(visible[:, None], target)
 
-    is_sliding = list(cache.is_sliding)
     window = getattr(config, "sliding_window", None)
     if len(kinds) < 2:
-        return mask(0, window if is_sliding[0] else None)
+        # Without kinds of layers a model masks with its window whatever the cache keeps.
+        is_windowed = "sliding" in kinds[0] if kinds else getattr(config, "use_sliding_window", True)
+        return mask(0, window if is_windowed else None)
     layers = {kind: config.layer_types.index(kind) for kind in kinds}
     return {kind: mask(i, window if "sliding" in kind else None) for kind, i in layers.items()}
 

@@ -10,6 +10,14 @@ from .draft_statistics import DraftStatistics
 from .speculative_loop import SpeculativeLoop
 
 
+# Arguments of `generate()` for other assistants, with the values that the host fills in by itself.
+_UNUSED_ARGUMENTS = {
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+}
+
+
 @dataclass(frozen=True)
 class DraftOptions:
     """
@@ -140,6 +148,20 @@ class DraftView:
                     f"`{name}` is set to {getattr(config, name)!r}, but `assistant_model` already proposes the "
                     f"drafts; leave `{name}` unset, or call generate() without `assistant_model`."
                 )
+        for name, usual in _UNUSED_ARGUMENTS.items():
+            value = getattr(config, name, None)
+            if value not in (None, usual):
+                raise ValueError(
+                    f"`{name}` is {value!r}, but this drafter has options of its own; leave it unset, and use "
+                    "`assistant_model=drelay.with_options(num_draft_tokens=..., confidence_threshold=...)`."
+                )
+        if arguments.get("synced_gpus") and (
+            self.options.tree_budget is not None or self.options.proposal == "coupled"
+        ):
+            raise ValueError(
+                "`synced_gpus=True` keeps to the host's loop, which has neither trees nor the coupled proposal; leave "
+                "out `tree_budget` and use another `proposal`."
+            )
         if getattr(config, "assistant_ensemble_weight", None) is not None:
             raise ValueError(
                 f"`assistant_ensemble_weight` {config.assistant_ensemble_weight} makes decoding lossy, which "

@@ -118,6 +118,8 @@ def walk_fixed_point(head: DraftHead, state: Any, pool: Pool, anchor_ids: torch.
     for _ in range(pool.ids.shape[1]):
         path = torch.cat([anchor_ids[:, None], pool.ids.gather(2, choices[..., None])[:, :-1, 0]], dim=1)
         logits = head.score(state, path)
+        if isinstance(head, IndependentHead):  # depends on no path: one pass, and nothing to compare
+            return choose(logits, 0), logits
         previous, choices = choices, choose(logits, 0)
         if torch.equal(previous[:, :-1], choices[:, :-1]):  # nothing depends on the last slot
             break

@@ -6,7 +6,10 @@ exactly this q, given the drafted tokens before it. Only processors known to be 
 drafts.
 """
 
+import copy
+
 import torch
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from transformers.generation import logits_process
 
 from .modeling_base import Pool
@@ -57,6 +60,34 @@ def is_stateless(processor) -> bool:
     """Whether a logits processor is known to be a function of its arguments; others may say so with `is_stateless`."""
     known = _PENALTIES + _WARPERS + _TARGET_ONLY
     return type(processor) in known or bool(getattr(processor, "is_stateless", False))
+
+
+# Functions of their arguments and of the row's place in the batch, which a row asked alone does not have.
+_BATCH_WISE = _known(
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+)
+
+
+def is_row_wise(processor) -> bool:
+    """Whether a logits processor can be asked about one row alone, see `for_row`."""
+    return type(processor) in _PENALTIES + _WARPERS + _TARGET_ONLY and type(processor) not in _BATCH_WISE
+
+
+def for_row(logits_processor, row: int) -> LogitsProcessorList:
+    """
+    The processors as one row of the batch is asked about. Left padding makes the repetition penalty hold a number for
+    each row.
+    """
+    own = LogitsProcessorList()
+    for processor in logits_processor or []:
+        ignored = getattr(processor, "prompt_ignore_length", None)
+        if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(ignored, torch.Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = int(ignored[row])
+        own.append(processor)
+    return own
 
 
 class Proposal:

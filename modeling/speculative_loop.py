@@ -13,13 +13,14 @@ import contextlib
 import copy
 
 import torch
+from transformers.cache_utils import StaticLayer
 
 from .cache_rollback import CacheRollback
 from .candidate_generator import DRelayCandidateGenerator
 from .compat import cache_argument, cache_keyword, hidden_states_request
 from .draft_statistics import DraftStatistics, PhaseClock
 from .draft_tree import DraftTree, attention_masks
-from .proposal import is_stateless
+from .proposal import for_row, is_row_wise
 from .sampling_noise import SamplingNoise
 from .step_outputs import StepOutputs
 from .verification import GreedyPicker, NoisePicker, RejectionPicker, RowDraft, RowGroup, StopRule, Verifier
@@ -87,9 +88,12 @@ class SpeculativeLoop:
         outputs, states, seen = self._prefill()
         self._begin(outputs, states, seen)
         del outputs, states
-        while any(not group.is_done for group in self.groups):
-            self._round()
-        return self._end()
+        try:
+            while any(not group.is_done for group in self.groups):
+                self._round()
+            return self._end()
+        finally:
+            self.rollback.end()  # also when user code raised
 
     # Prefill.
 
@@ -151,8 +155,12 @@ class SpeculativeLoop:
         self.is_ragged = self._can_be_ragged()
         rows = list(range(self.num_rows))
         self.groups = [
-            RowGroup(own, self.input_ids[own], self.input_ids.shape[1])
-            for own in ([[row] for row in rows] if self.is_ragged else [rows])
+            RowGroup(own, self.input_ids[own], self.input_ids.shape[1], processors)
+            for own, processors in (
+                [([row], for_row(self.logits_processor, row)) for row in rows]
+                if self.is_ragged
+                else [(rows, self.logits_processor)]
+            )
         ]
         self.cached_rows = rows  # rows that the cache holds, in its order
         self.lengths = [self.num_slots] * self.num_rows  # slots of each row that hold its tokens
@@ -167,9 +175,7 @@ class SpeculativeLoop:
         if self.next_position is not None and self.next_position.shape[-2] == 1:
             self.next_position = self.next_position.expand(*self.next_position.shape[:-2], self.num_rows, 1)
         self.pad_token_id = None if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
-        self.verifier = Verifier(
-            self._picker(), self.logits_processor, self.stop, self.pad_token_id, self.streamer, self.outputs
-        )
+        self.verifier = Verifier(self._picker(), self.stop, self.pad_token_id, self.streamer, self.outputs)
         self.fixed_kwargs = {
             name: value for name, value in self.model_kwargs.items() if name not in (*_PROMPT_ONLY, cache_keyword())
         }
@@ -201,7 +207,7 @@ class SpeculativeLoop:
             adapter=self.adapter,
             options=self.view.options,
             generation_config=self.config,
-            logits_processor=self.logits_processor,
+            logits_processor=for_row(self.logits_processor, row),
             stopping_criteria=self.criteria,
             is_walked=True,
             noise=noise,
@@ -210,6 +216,9 @@ class SpeculativeLoop:
             cost_model=self.cost_model,
         )
         generator.proposal.vocab_size = vocab_size  # a padded head is wider than the vocabulary
+        # A static cache of the user may be shorter than the text may become; it must hold all tokens but the newest.
+        rooms = [layer.max_cache_len for layer in self.rollback.layers if type(layer) is StaticLayer]
+        generator.max_length = min([generator.max_length, *(room - self.offset + 1 for room in rooms)])
         if row == 0:
             self.view.trace = generator.trace
         return generator
@@ -221,8 +230,9 @@ class SpeculativeLoop:
 
     def _can_be_ragged(self) -> bool:
         """Whether rows may advance on their own: nothing that a user sees may depend on the batch as a whole."""
-        is_asked_row_wise = self.stop.is_row_wise and all(is_stateless(p) for p in self.logits_processor)
-        ends_alone = self.stop.has_eos or not self.stop.others  # else plain decoding goes on with finished rows
+        is_asked_row_wise = self.stop.is_row_wise and all(is_row_wise(p) for p in self.logits_processor)
+        # Without end tokens plain decoding goes on with finished rows, and the clock ends all of them at one length.
+        ends_alone = self.stop.has_eos or (not self.stop.others and self.stop.deadline_s is None)
         sees_batch = self.streamer is not None or self.outputs.is_collecting or _is_users(self.cache)
         has_positions = self.model_kwargs.get("position_ids") is not None and self.offset == 0
         return (
@@ -243,6 +253,13 @@ class SpeculativeLoop:
                 f"`tree_budget` {self.view.options.tree_budget} needs a target whose cache keeps one slot for each "
                 f"token and that takes `position_ids`; the cache of {type(self.target).__name__} has layers {kinds}. "
                 "Leave `tree_budget` out to verify chains."
+            )
+        text = self.target.config.get_text_config(decoder=True)
+        kinds = {kind.removesuffix("_attention") for kind in getattr(text, "layer_types", None) or []}
+        if kinds - {"full", "sliding"}:
+            raise ValueError(
+                f"`tree_budget` {self.view.options.tree_budget} knows full and sliding attention, but the layers of "
+                f"{type(self.target).__name__} are {sorted(kinds)}. Leave `tree_budget` out to verify chains."
             )
 
     # Rounds.
@@ -334,7 +351,9 @@ class SpeculativeLoop:
         """Arguments of a forward over `ids` `(B', M)` that stand `offsets` `(B', M)` behind the prompt."""
         kwargs = dict(self.fixed_kwargs)
         if self.next_position is not None:
-            first = self.next_position[..., self.cached_rows, :]
+            first = self.next_position
+            if len(self.cached_rows) < self.num_rows:
+                first = first[..., self.cached_rows, :]
             kwargs["position_ids"] = first + offsets.to(first.device)
         if (types := self.model_kwargs.get("token_type_ids")) is not None:
             kwargs["token_type_ids"] = types[self.cached_rows, -1:].expand(-1, ids.shape[1])
@@ -376,13 +395,14 @@ class SpeculativeLoop:
             walk = walks[id(group)]
             for i, place in enumerate(self._cache_places(group)):
                 row, kept = group.rows[i], walk.places[i]
-                index = torch.tensor(kept, device=states.device)
-                places[place, : len(kept)] = index.cpu()
+                places[place, : len(kept)] = torch.tensor(kept)
                 targets[place, : len(kept)] += self.lengths[row] - self.num_slots
                 self.lengths[row] += num_pending + walk.num_steps
                 is_text = not (self.stop.has_eos and group.is_finished[i])
                 if is_text:
-                    self.generators[row].feed(states[place : place + 1, index])
+                    is_head = kept == list(range(len(kept)))  # a chain needs no lookup on the device
+                    own = states[place : place + 1]
+                    self.generators[row].feed(own[:, : len(kept)] if is_head else own[:, kept])
                 committed = walk.token_ids[i][: walk.num_texts[i]]
                 if committed:
                     self.generators[row].record_round(committed)
@@ -429,7 +449,6 @@ class SpeculativeLoop:
         is_returned = self.outputs.is_collecting or _is_users(self.cache)
         if self.rollback.num_pending and is_returned:
             self._replay()
-        self.rollback.end()
         if self.noise is not None:
             self.noise.rewind(max(group.num_new for group in self.groups))
         if self.streamer is not None:

@@ -67,6 +67,9 @@ class StepOutputs:
             trees (`list[DraftTree]`): What was verified for each row.
         """
 
+        # Layers with a recurrent state have no attention to return.
+        attending = [layer for layer in cache.layers if hasattr(layer, "is_sliding")]
+
         def step(places: list[int]):
             attentions = hidden_states = None
             if self.hidden_states is not None:
@@ -83,7 +86,7 @@ class StepOutputs:
                             for row, tree, place in zip(rows, trees, places, strict=True)
                         ]
                     )
-                    for layer, cache_layer in zip(outputs.attentions or (), cache.layers, strict=False)
+                    for layer, cache_layer in zip(outputs.attentions or (), attending, strict=False)
                 )
             return SimpleNamespace(attentions=attentions, hidden_states=hidden_states)
 

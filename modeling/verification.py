@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from transformers.generation import StoppingCriteriaList
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as host_criteria
 
 from .draft_tree import DraftTree
@@ -26,12 +26,14 @@ class RowGroup:
         rows (`list[int]`): Their places in the batch.
         input_ids (`torch.LongTensor` of shape `(G, T)`): Prompt and committed tokens, as plain decoding holds them.
         prompt_length (`int`): Columns of the prompt.
+        logits_processor (`LogitsProcessorList`): Processors of the call, as these rows are asked about.
         is_finished (`list[bool]`): Which rows met a stopping criterion.
     """
 
     rows: list[int]
     input_ids: torch.LongTensor
     prompt_length: int
+    logits_processor: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     is_finished: list[bool] = field(default_factory=list)
 
     def __post_init__(self):
@@ -174,22 +176,18 @@ class Verifier:
 
     Args:
         picker: Chooses the tokens of a step.
-        logits_processor (`LogitsProcessorList`): Processors of the call.
         stop (`StopRule`): Its stopping criteria.
         pad_token_id (`int`, *optional*): What finished rows are padded with.
         streamer (`BaseStreamer`, *optional*): Gets the tokens one step at a time.
         outputs (`StepOutputs`): Collects what the call returns for each token.
     """
 
-    def __init__(self, picker, logits_processor, stop: StopRule, pad_token_id, streamer, outputs):
+    def __init__(self, picker, stop: StopRule, pad_token_id, streamer, outputs):
         self.picker = picker
-        self.logits_processor = logits_processor
         self.stop = stop
         self.pad_token_id = pad_token_id
         self.streamer = streamer
         self.outputs = outputs
-        # Without processors the best tokens of all places are found at once.
-        self._is_argmax = isinstance(picker, GreedyPicker) and len(logits_processor) == 0
 
     def walk(self, group: RowGroup, logits: torch.FloatTensor, drafts: list[RowDraft], step_outputs) -> Walk:
         """
@@ -200,7 +198,9 @@ class Verifier:
             drafts (`list[RowDraft]`): Of each row; a finished row agrees with every token.
             step_outputs (`Callable`): `step_outputs(places)` are the outputs of the target for one place of each row.
         """
-        best = logits.argmax(dim=-1).tolist() if self._is_argmax and not self.outputs.keeps_logits else None
+        # Without processors the best tokens of all places are found at once.
+        is_argmax = isinstance(self.picker, GreedyPicker) and not group.logits_processor
+        best = logits.argmax(dim=-1).tolist() if is_argmax and not self.outputs.keeps_logits else None
         num_places = logits.shape[1]
         places = [0] * len(group.rows)
         walked: list[list[int]] = [[] for _ in group.rows]
@@ -215,8 +215,6 @@ class Verifier:
             if is_watched:
                 tokens = group.input_ids.new_tensor(ids) if tokens is None else tokens
                 group.input_ids = torch.cat([group.input_ids, tokens[:, None]], dim=-1)
-            if self.streamer is not None:
-                self.streamer.put(tokens.cpu())
             self.outputs.add(scores, lambda p=tuple(places): step_outputs(list(p)))
             for row, (place, token) in enumerate(zip(places, ids, strict=True)):
                 walked[row].append(place)
@@ -224,6 +222,8 @@ class Verifier:
                 num_texts[row] += not group.is_finished[row]
             done = self.stop(group.input_ids, length, ids, self.outputs.scores)
             group.is_finished = [f or d for f, d in zip(group.is_finished, done, strict=True)]
+            if self.streamer is not None:  # behind the criteria, as plain decoding
+                self.streamer.put(tokens.cpu())
             for row, token in enumerate(ids):
                 following = drafts[row].tree.child(places[row], token)
                 # Tokens behind the end of a row are padding; what the target saw there matters only if it is returned.
@@ -244,7 +244,7 @@ class Verifier:
             return None, ids, None
         index = torch.tensor(places, device=logits.device)
         raw = logits[torch.arange(len(places), device=logits.device), index].clone()  # processors may write to it
-        scores = self.logits_processor(group.input_ids, raw)
+        scores = group.logits_processor(group.input_ids, raw)
         tokens = self.picker.pick(scores, group, drafts, places)
         if self.stop.has_eos and any(group.is_finished):
             is_finished = torch.tensor(group.is_finished, device=tokens.device)

@@ -214,3 +214,44 @@ def test_ragged_rows_need_fewer_rounds_than_rows_in_lockstep(toolbox, monkeypatc
     monkeypatch.setattr(SpeculativeLoop, "_can_be_ragged", lambda self: False)
     toolbox.greedy(target, ids, drafter.with_options(), attention_mask=mask)
     assert 0 < forwards.count(True) < forwards.count(False)
+
+
+PROCESSORS = {
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+    "encoder_penalty": {"encoder_repetition_penalty": 1.2},
+    "encoder_ngram": {"encoder_no_repeat_ngram_size": 3},
+    "allowed_by_row": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(1 + row, 40, 2))},
+}
+
+
+@pytest.mark.parametrize("options", [OPTIONS["loop"], OPTIONS["tree"]], ids=["loop", "tree"])
+@pytest.mark.parametrize("kwargs", PROCESSORS.values(), ids=PROCESSORS)
+def test_processors_that_know_rows_act_as_in_plain_decoding(toolbox, monkeypatch, kwargs, options):
+    # Left padding gives the repetition penalty a number for each row; others look up the row by its place.
+    target, (ids, mask) = toolbox.target("llama"), padded(toolbox, 3)
+    expected = toolbox.greedy(target, ids, attention_mask=mask, max_new_tokens=24, **kwargs)
+    view = toolbox.scripted_batch(monkeypatch, target, strip(expected)).with_options(**options)
+    output = toolbox.greedy(target, ids, view, attention_mask=mask, max_new_tokens=24, **kwargs)
+    assert torch.equal(output, expected)
+    assert view.statistics.num_rounds > 0
+
+
+def test_padding_of_a_single_row_serves_the_penalties_of_a_tree(toolbox):
+    target = toolbox.target("llama")
+    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), toolbox.prompt(7)], dim=1)
+    kwargs = {"attention_mask": (ids != 0).long(), "repetition_penalty": 1.3, "max_new_tokens": 24}
+    expected = toolbox.greedy(target, ids, **kwargs)
+    view = toolbox.scripted(target, expected[0, 3:].tolist()).with_options(tree_budget=7)
+    assert torch.equal(toolbox.greedy(target, ids, view, **kwargs), expected)
+
+
+def test_several_sequences_of_a_prompt_keep_to_what_is_allowed(toolbox):
+    target, ids = toolbox.target("llama"), toolbox.prompt(6)
+    kwargs = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 16, "attention_mask": ids * 0 + 1}
+    kwargs["prefix_allowed_tokens_fn"] = lambda row, ids: list(range(2, 30, 2))
+    view = toolbox.drafter(target).with_options(proposal="coupled")
+    torch.manual_seed(3)
+    expected = target.generate(ids, **kwargs)
+    torch.manual_seed(3)
+    assert torch.equal(target.generate(ids, assistant_model=view, **kwargs), expected)

@@ -83,6 +83,26 @@ def test_tokens_that_wait_for_a_replay_are_fed_before_there_are_too_many(toolbox
     assert 8 < max(waiting) <= 32
 
 
+def test_attentions_are_those_of_plain_decoding(toolbox):
+    """Layers with a recurrent state return none."""
+    target, prompt = toolbox.hybrid("qwen3_5"), toolbox.prompt(9)
+    implementation = target.config._attn_implementation
+    target.set_attn_implementation("eager")
+    try:
+        kwargs = {"output_attentions": True, "return_dict_in_generate": True, "max_new_tokens": 12}
+        expected = toolbox.greedy(target, prompt, **kwargs)
+        view = toolbox.scripted(target, expected.sequences[0].tolist()).with_options(loop_gate=ALWAYS)
+        output = toolbox.greedy(target, prompt, view, **kwargs)
+    finally:
+        target.set_attn_implementation(implementation)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert len(output.attentions) == len(expected.attentions)
+    for own, other in zip(output.attentions[1:], expected.attentions[1:], strict=True):
+        assert len(own) == len(other) > 0
+        for a, b in zip(own, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+
+
 def test_tree_is_refused_because_states_cannot_branch(toolbox):
     target, prompt = toolbox.hybrid("qwen3_5"), toolbox.prompt(9)
     with pytest.raises(ValueError, match=r"`tree_budget` 4 needs a target whose cache keeps one slot.*Leave"):

@@ -173,6 +173,42 @@ class TestCallsOfTheUser:
         assert ids.shape[1] == 1 + 8  # the clock advances by one with each test
         assert torch.equal(ids, expected[:, : ids.shape[1]])
 
+    def test_rows_of_a_batch_end_together_when_time_is_over(self, toolbox, monkeypatch):
+        # Without end tokens plain decoding has one length for all rows.
+        target, ids = toolbox.target("llama"), torch.cat([toolbox.prompt(6), toolbox.prompt(6, seed=3)])
+        expected = toolbox.greedy(target, ids, max_new_tokens=40)
+        view = toolbox.scripted_batch(monkeypatch, target, expected.tolist()).with_options(loop_gate=ALWAYS)
+        ticks = iter(range(10_000))
+        monkeypatch.setattr(time, "time", lambda: float(next(ticks)))
+        criterion = MaxTimeCriteria(max_time=7, initial_timestamp=time.time())
+        output = toolbox.greedy(target, ids, view, stopping_criteria=[criterion], max_new_tokens=40)
+        assert output.shape[1] == 6 + 8
+        assert torch.equal(output, expected[:, : output.shape[1]])
+
+    def test_criterion_is_asked_before_the_streamer_gets_the_token(self, toolbox):
+        target, prompt = toolbox.target("llama"), toolbox.prompt(6)
+
+        def events(assistant):
+            seen = []
+
+            class Streamer:
+                def put(self, value):
+                    seen.append(("put", value.numel()))
+
+                def end(self):
+                    seen.append("end")
+
+            def criterion(input_ids, scores):
+                seen.append(("asked", input_ids.shape[1]))
+                return torch.zeros(1, dtype=torch.bool)
+
+            kwargs = {"streamer": Streamer(), "stopping_criteria": [criterion], "max_new_tokens": 12}
+            toolbox.greedy(target, prompt, assistant, **kwargs)
+            return seen
+
+        view = scripted_view(toolbox, target, toolbox.greedy(target, prompt), loop_gate=ALWAYS)
+        assert events(view) == events(None)
+
 
 class TestReturnedOutputs:
     WANTED = {
@@ -256,6 +292,40 @@ class TestFilledCache:
         for ids, length, text in ((prompt, 10, first), (whole, 20, expected)):
             kwargs = {toolbox.cache_keyword(): cache, "max_new_tokens": length}
             assert torch.equal(toolbox.greedy(target, ids, view, **kwargs), text)
+
+    def test_static_cache_of_the_user_may_be_shorter_than_the_text_could_become(self, toolbox):
+        if toolbox.version < (5, 24):
+            pytest.skip("static caches cannot be rolled back by this version")
+        target, prompt = toolbox.target("llama"), toolbox.prompt(12)
+        text = toolbox.greedy(target, prompt, max_new_tokens=20)
+        kwargs = {"max_new_tokens": 60, "eos_token_id": [text[0, 12 + 9].item()], "pad_token_id": 0}
+        expected = toolbox.greedy(target, prompt, **kwargs)
+        view = scripted_view(toolbox, target, text, loop_gate=ALWAYS)
+        cache = StaticCache(config=target.config, max_cache_len=expected.shape[1] - 1)
+        assert torch.equal(
+            toolbox.greedy(target, prompt, view, **{toolbox.cache_keyword(): cache}, **kwargs), expected
+        )
+
+    def test_tree_knows_the_window_of_a_model_whose_cache_does_not(self, toolbox):
+        target, prompt = toolbox.target("mistral"), toolbox.prompt(12)
+        expected = toolbox.greedy(target, prompt, max_new_tokens=40)
+        view = scripted_view(toolbox, target, expected, tree_budget=7)
+        kwargs = {toolbox.cache_keyword(): DynamicCache(), "max_new_tokens": 40}
+        assert torch.equal(toolbox.greedy(target, prompt, view, **kwargs), expected)
+
+    def test_cache_of_the_user_is_usable_after_an_error_in_their_code(self, toolbox):
+        target, prompt = toolbox.target("mistral"), toolbox.prompt(12)
+        cache = DynamicCache(config=target.config)
+        view = scripted_view(toolbox, target, toolbox.greedy(target, prompt), loop_gate=ALWAYS)
+
+        def fail(input_ids, scores):
+            if input_ids.shape[1] > 20:
+                raise RuntimeError("mine")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+        with pytest.raises(RuntimeError, match="mine"):
+            toolbox.greedy(target, prompt, view, stopping_criteria=[fail], **{toolbox.cache_keyword(): cache})
+        assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
 
     def test_cache_of_the_user_is_left_as_plain_decoding_leaves_it(self, toolbox):
         target, prompt = toolbox.target("mistral"), toolbox.prompt(12)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import EosTokenCriteria, GenerationConfig, LogitsProcessorList, MaxLengthCriteria
+from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria
 
 from hf_drelay.modeling.draft_tree import DraftTree
 from hf_drelay.modeling.sampling_noise import SamplingNoise
@@ -35,7 +35,7 @@ def cases(draw):
 def verifier(picker, end, max_length, **wanted) -> Verifier:
     criteria = [MaxLengthCriteria(max_length), EosTokenCriteria(end)]
     outputs = StepOutputs(GenerationConfig(**wanted))
-    return Verifier(picker, LogitsProcessorList(), StopRule(criteria), 0, None, outputs)
+    return Verifier(picker, StopRule(criteria), 0, None, outputs)
 
 
 def verified_logits(table, anchors, drafts) -> torch.Tensor:
