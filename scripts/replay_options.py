@@ -18,8 +18,13 @@ from hf_drelay.training.data import load_responses
 OPTIONS = (
     {"use_selector": False},
     {},
+    {"num_draft_tokens": 1},
     {"num_draft_tokens": 2},
     {"num_draft_tokens": 3},
+    {"num_draft_tokens": 4},
+    {"num_draft_tokens": 2, "use_selector": False},
+    {"num_draft_tokens": 3, "use_selector": False},
+    {"num_draft_tokens": 2, "loop_gate": -1.0},
     {"num_draft_tokens": 3, "loop_gate": -0.5},
     {"num_draft_tokens": 3, "loop_gate": -1.0},
     {"num_draft_tokens": 3, "loop_gate": -0.5, "provisional_norm": "final"},
@@ -37,7 +42,8 @@ def main() -> None:
     target, tokenizer = load_demo_target()
     drelay = DRelayModel.from_pretrained(resolve_drafter(arguments.drafter))
     held_out = [e for e in load_responses(arguments.responses, tokenizer, max_length=512) if e.mode == "greedy"]
-    held_out = held_out[:: max(1, len(held_out) // arguments.num_responses)][: arguments.num_responses]
+    count = min(arguments.num_responses, len(held_out))
+    held_out = [held_out[i * len(held_out) // count] for i in range(count)]  # spread over the files
     rows = []
     for options in OPTIONS:
         # The norm belongs to the weights; every other option is one of the call.

@@ -9,7 +9,7 @@ from .convert import convert
 from .environment import env
 from .evaluation import benchmark, check_lossless, headroom, report, sweep
 from .generate import generate
-from .hub import demo, push
+from .hub import demo, push, space
 from .training import check, prepare_data, train
 
 
@@ -29,6 +29,7 @@ for command in (
     check_lossless,
     convert,
     push,
+    space,
     demo,
     env,
 ):

@@ -1,4 +1,4 @@
-"""`hf-drelay push` and `hf-drelay demo`."""
+"""`hf-drelay push`, `space` and `demo`."""
 
 import tempfile
 from pathlib import Path
@@ -40,6 +40,20 @@ def push(
             typer.echo(f"  {path.relative_to(repository)}  {path.stat().st_size}")
         if not dry_run:
             typer.echo(upload(folder, repo_id, repository, private=private, revision=revision, create_pr=create_pr))
+
+
+def space(
+    output: Annotated[Path, typer.Argument(help="New folder to write the Space to.")],
+    drafter: Annotated[
+        str | None, typer.Option(help="Checkpoint folder; default: the one made for the demo target.")
+    ] = None,
+) -> None:
+    """Write a complete Gradio Space, with the package and a drafter in it."""
+    from hf_drelay.hub.space import build_space
+
+    with errors_as_sentences():
+        folder = build_space(output, drafter)
+        typer.echo(f"{folder}: upload it with `hf upload OWNER/NAME {folder} --repo-type space`")
 
 
 def demo(

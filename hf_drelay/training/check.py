@@ -111,9 +111,9 @@ def _check_learning(trainer: DRelayTrainer, num_steps: int) -> Finding:
     batch = trainer._prepare_inputs(collate(rows))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     losses = []
-    # The last phase of the run has every loss and the deepest stages in it.
+    # The end of a run has every loss and the deepest stages in it.
     state, before = trainer.state, (trainer.state.global_step, trainer.state.max_steps)
-    state.global_step = state.max_steps = 1
+    state.global_step, state.max_steps = 999_999, 1_000_000
     for _ in range(num_steps):
         loss = trainer.compute_loss(model, batch)
         optimizer.zero_grad()
