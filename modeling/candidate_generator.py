@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers.generation import stopping_criteria as host_criteria
 from transformers.utils import logging
 
+from .batch_drafting import draft_rounds
 from .compat import hidden_states_request
 from .draft_statistics import DraftStatistics, PhaseClock
 from .draft_trace import DraftTrace
@@ -210,9 +211,16 @@ class DRelayCandidateGenerator:
 
     @torch.no_grad()
     def draft_round(self, input_ids: torch.LongTensor) -> list[DraftBlock]:
+        """Stages of one round after `input_ids` `(1, T)`, whose positions but the last are in the session."""
+        (blocks,) = draft_rounds([self], [input_ids])
+        return blocks
+
+    def stages(self, input_ids: torch.LongTensor):
         """
-        Stages of one round after `input_ids` `(1, T)`, whose positions but the last are in the session. A static cache
-        has room for `max_length - 1` positions: that bounds the draft.
+        The round as a coroutine: yields whenever a stage is to be drafted from its session and proposal, takes the
+        block `(1, K)`, and returns the blocks of the round. Rows of a batch can so be drafted together.
+
+        A static cache has room for `max_length - 1` positions: that bounds the draft.
         """
         room = self.max_length - input_ids.shape[1] - 1 if self.can_draft else 0
         self._blocks, self._beliefs, self.tree = [], [], DraftTree()
@@ -223,10 +231,14 @@ class DRelayCandidateGenerator:
             self._unread = []
         end = 0  # place in the tree that the next stage starts from
         while room > 0:
-            block, is_final = self._draft_stage(input_ids, room)
+            num_slots = self._begin_stage(input_ids, room)
+            block = yield
+            is_short = block.num_tokens < num_slots  # a slot had nothing left to draw, or was not worth it
+            block, is_cut = self._cut_stage(block, input_ids)
             if block.num_tokens == 0:
                 break
             self._blocks.append(block)
+            is_final = is_short or is_cut
             loops = not is_final and room > block.num_tokens and self._loops(block, len(self._blocks))
             num_nodes = self.tree.num_nodes
             end = self._grow(block, end, is_extended=loops)
@@ -247,30 +259,29 @@ class DRelayCandidateGenerator:
         places = self.tree.graft(place, stage)
         return places[end - 1]
 
-    def _draft_stage(self, input_ids, room: int) -> tuple[DraftBlock, bool]:
-        """A stage cut to what may be drafted, and whether nothing may follow it."""
+    def _begin_stage(self, input_ids, room: int) -> int:
+        """Tell session and proposal about the stage that is drafted next; returns how many slots it has."""
         num_slots = min(room, self.model.config.num_drafts, self.options.num_draft_tokens or room)
         self.session.num_slots = num_slots
         if self.options.tree_budget is not None:
             self.session.tree_budget = min(self.options.tree_budget, room)
-        started_s = self.cost_model.clock() if self.cost_model is not None else 0.0
         self.session.plan = self._plan if self.cost_model is not None else None
         self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
         self.proposal.input_ids = input_ids
-        options = self.options
-        block = self.model.draft(
-            self.session.anchor_ids, self.session, self.proposal, options.use_selector, options.confidence_threshold
-        )
-        is_short = block.num_tokens < num_slots  # a slot had nothing left to draw, or was not worth it
+        return num_slots
+
+    def observe_draft(self, started_s: float) -> None:
+        """Tell the cost-aware gate that the stage took until now."""
+        self.cost_model.observe_draft(len(self._blocks), 1e3 * (self.cost_model.clock() - started_s))
+
+    def _cut_stage(self, block: DraftBlock, input_ids) -> tuple[DraftBlock, bool]:
+        """A stage cut to what may be drafted, and whether nothing may follow it."""
         ids = block.draft_ids[0].tolist()
-        if self.cost_model is not None:
-            self.cost_model.observe_draft(len(self._blocks), 1e3 * (self.cost_model.clock() - started_s))
         # Drafting on after an end token is useless; the token itself stays, so nothing is dropped for its value.
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
             return self._cut_before_stop(block.first(ends[0] + 1), input_ids)[0], True
-        block, is_cut = self._cut_before_stop(block, input_ids)
-        return block, is_cut or is_short
+        return self._cut_before_stop(block, input_ids)
 
     def _cut_before_stop(self, block: DraftBlock, input_ids) -> tuple[DraftBlock, bool]:
         """

@@ -45,6 +45,10 @@ class DraftSession:
         """Position ids `(1, length)` from `start` on."""
         return torch.arange(start, start + length, device=self.drafter.device)[None]
 
+    def masks(self, num_rows: int) -> None:
+        """The drafter's own masks do: its cache holds this row alone."""
+        return None
+
     def observe(self, outputs) -> None:
         """Look at the outputs of the target's forward whose states `extend` will take. Nothing else is needed here."""
 

@@ -256,7 +256,7 @@ class DRelayModel(DRelayPreTrainedModel):
 
         Args:
             anchor_ids (`torch.LongTensor` of shape `(B,)`): Token at `session.anchor_position`.
-            session (`DraftSession`): State of the call.
+            session (`DraftSession` or `BatchSession`): State of the call.
             proposal (`Proposal`): Draws the tokens; `proposal.start_stage(pool)` makes this stage's chooser.
             use_selector (`bool`): Off walks the independent head.
             confidence_threshold (`float`): End the block before the first slot whose confidence is below this.
@@ -265,7 +265,8 @@ class DRelayModel(DRelayPreTrainedModel):
             return self.drafter.draft(anchor_ids, session, proposal)
         embeds = self.drafter.block_embeds(anchor_ids, session.adapter.embed)
         positions = session.positions(session.anchor_position, self.config.block_size)
-        rows = self.drafter(embeds, positions, session.cache).last_hidden_state
+        masks = session.masks(self.config.block_size)
+        rows = self.drafter(embeds, positions, session.cache, masks).last_hidden_state
         inputs = self.head_inputs(rows, anchor_ids, session)
         if session.plan is not None:
             inputs = inputs.first(session.plan(inputs.pool))

@@ -115,6 +115,16 @@ class Proposal:
         """Chooser of one stage that starts after `input_ids`."""
         return StageDraw(self, pool)
 
+    def gumbel(self, pool: Pool) -> torch.FloatTensor | None:
+        """
+        Gumbel numbers of a stage, one for each slot and candidate, or `None`: argmax(log q + g) is a sample of q.
+        """
+        if self.is_sampled:
+            return -torch.empty_like(pool.logits).exponential_().log()
+        if self.noise is not None:
+            return self.noise(self.input_ids.shape[1], pool.ids[0])[None]
+        return None
+
     def penalty_change(self, input_ids, token_ids, logits) -> torch.FloatTensor:
         """What the penalties add to the raw `logits` `(B, C)` of `token_ids` after `input_ids`; may be -inf."""
         token_ids, before = token_ids.to(input_ids.device), logits.to(input_ids.device)
@@ -133,7 +143,7 @@ class StageDraw:
         self.depends_on_path = bool(proposal.penalties)
         self.path_ids = proposal.input_ids
         self.logits = torch.zeros_like(pool.logits)
-        self.gumbel = self._draw_gumbel()
+        self.gumbel = proposal.gumbel(pool)
 
     def __call__(self, logits: torch.FloatTensor, first: int) -> torch.LongTensor | None:
         last = first + logits.shape[1]
@@ -171,14 +181,6 @@ class StageDraw:
         pool_mass = self.pool.log_probs[0, slot].logsumexp(dim=-1)
         # Not a number where nothing finite is left.
         return logits.log_softmax(dim=-1).nan_to_num(nan=float("-inf")) + pool_mass
-
-    def _draw_gumbel(self) -> torch.FloatTensor | None:
-        """One Gumbel number for each slot and candidate: argmax(log q + g) is a sample of q."""
-        if self.proposal.is_sampled:
-            return -torch.empty_like(self.pool.logits).exponential_().log()
-        if self.proposal.noise is not None:
-            return self.proposal.noise(self.path_ids.shape[1], self.pool.ids[0])[None]
-        return None
 
     def proposal_logits(self, num_slots: int) -> torch.FloatTensor | None:
         """Logits of q `(B, num_slots, C)` over the pool; `None` for a deterministic draft."""

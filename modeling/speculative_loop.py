@@ -15,6 +15,7 @@ import copy
 import torch
 from transformers.cache_utils import StaticLayer
 
+from .batch_drafting import draft_rounds
 from .cache_rollback import CacheRollback
 from .candidate_generator import DRelayCandidateGenerator
 from .compat import cache_argument, cache_keyword, hidden_states_request
@@ -268,7 +269,7 @@ class SpeculativeLoop:
         """Draft, verify, commit."""
         started_s = self.cost_model.clock() if self.cost_model is not None else 0.0
         groups = [group for group in self.groups if not group.is_done]
-        drafts = {id(group): self._draft(group) for group in groups}
+        drafts = self._draft(groups)
         num_places = 1 + max(draft.tree.num_nodes for own in drafts.values() for draft in own)
         if self.rollback.num_pending > _MAX_PENDING:
             self._replay()
@@ -298,24 +299,30 @@ class SpeculativeLoop:
             self.cost_model.observe_round(num_places + num_pending, verify_ms, committed, round_ms)
         self._drop_finished_rows()
 
-    def _draft(self, group: RowGroup) -> list[RowDraft]:
-        """Drafts of the rows of a group, cut to the shortest: in lockstep no row gets further."""
-        drafts = []
-        is_padded = [finished and self.stop.has_eos for finished in group.is_finished]
-        for i, row in enumerate(group.rows):
-            generator = self.generators[row]
-            blocks = [] if is_padded[i] else generator.draft_round(group.input_ids[i : i + 1])
-            if not blocks or not generator.proposal.is_sampled:
-                drafts.append(RowDraft(generator.tree if blocks else DraftTree()))
-                continue
-            pool_ids = torch.cat([block.pool_ids[0] for block in blocks])
-            pool_logits = torch.cat([block.pool_logits[0] for block in blocks])
-            drafts.append(RowDraft(generator.tree, pool_ids, pool_logits))
-        depths = [max(draft.tree.depths()) for draft, padded in zip(drafts, is_padded, strict=True) if not padded]
-        depth = min(depths, default=0)
-        for draft, padded in zip(drafts, is_padded, strict=True):
-            draft.tree = DraftTree.chain([self.pad_token_id] * depth) if padded else draft.tree.cut(depth)
-        return drafts
+    def _draft(self, groups: list[RowGroup]) -> dict[int, list[RowDraft]]:
+        """Drafts of the rows of all groups, by the group's `id`."""
+        due = [
+            (group, i)
+            for group in groups
+            for i, is_finished in enumerate(group.is_finished)
+            if not (is_finished and self.stop.has_eos)  # such a row is padded
+        ]
+        generators = [self.generators[group.rows[i]] for group, i in due]
+        rounds = draft_rounds(generators, [group.input_ids[i : i + 1] for group, i in due])
+        drafted = {}
+        for (group, i), generator, blocks in zip(due, generators, rounds, strict=True):
+            drafted[id(group), i] = _row_draft(generator, blocks)
+        return {id(group): self._cut_to_shortest(group, drafted) for group in groups}
+
+    def _cut_to_shortest(self, group: RowGroup, drafted: dict) -> list[RowDraft]:
+        """In lockstep no row gets further than the shortest draft; padded rows agree with any token."""
+        found = [drafted.get((id(group), i)) for i in range(len(group.rows))]
+        depth = min((max(draft.tree.depths()) for draft in found if draft is not None), default=0)
+        for draft in found:
+            if draft is not None:
+                draft.tree = draft.tree.cut(depth)
+        padding = DraftTree.chain([self.pad_token_id] * depth)
+        return [RowDraft(padding) if draft is None else draft for draft in found]
 
     def _verify(self, groups, drafts, num_places: int):
         """One forward over the pending tokens, the anchor and the drafts of every row that the cache holds."""
@@ -465,6 +472,15 @@ class SpeculativeLoop:
         for group in self.groups:
             sequences[group.rows[0], : group.input_ids.shape[1]] = group.input_ids[0]
         return sequences
+
+
+def _row_draft(generator, blocks: list) -> RowDraft:
+    """What a row wants verified, with the distributions that its tokens were drawn from if they were."""
+    if not blocks or not generator.proposal.is_sampled:
+        return RowDraft(generator.tree if blocks else DraftTree())
+    pool_ids = torch.cat([block.pool_ids[0] for block in blocks])
+    pool_logits = torch.cat([block.pool_logits[0] for block in blocks])
+    return RowDraft(generator.tree, pool_ids, pool_logits)
 
 
 def _batch_size(input_ids, model_kwargs) -> int:

@@ -81,23 +81,23 @@ def prompts(num_rows: int) -> tuple[torch.LongTensor, torch.LongTensor]:
 class FollowRows:
     """Lets every row of a batch follow its own text while the block is open."""
 
-    def __init__(self, model, texts: list[list[int]]):
-        self.model, self.texts = model, texts
-        self.right = DRelayCandidateGenerator.draft_round
+    def __init__(self, texts: list[list[int]]):
+        self.texts = texts
+        self.right = DRelayCandidateGenerator.stages
 
     def __enter__(self):
-        model, texts, right = self.model, self.texts, self.right
+        texts, right = self.texts, self.right
 
-        def draft_round(generator, input_ids):
+        def stages(generator, input_ids):
             ids = input_ids[0].tolist()
             ids = ids[next(i for i, token in enumerate(ids) if token) :]
-            model.script.follow(next((text for text in texts if text[: len(ids)] == ids), []))
-            return right(generator, input_ids)
+            generator.session.script_text = next((text for text in texts if text[: len(ids)] == ids), [])
+            return (yield from right(generator, input_ids))
 
-        DRelayCandidateGenerator.draft_round = draft_round
+        DRelayCandidateGenerator.stages = stages
 
     def __exit__(self, *exception):
-        DRelayCandidateGenerator.draft_round = self.right
+        DRelayCandidateGenerator.stages = self.right
 
 
 def run_cell(cell: dict, max_new_tokens: int = 24, seed: int = 0) -> dict:
@@ -125,7 +125,7 @@ def run_cell(cell: dict, max_new_tokens: int = 24, seed: int = 0) -> dict:
         options["proposal"] = cell["proposal"]
     view = model.with_options(**options)
     torch.manual_seed(seed)
-    with FollowRows(model, texts):
+    with FollowRows(texts):
         output = target.generate(ids, assistant_model=view, **call)
     statistics = view.statistics.to_dict()
     return {

@@ -193,7 +193,12 @@ class TestKnownDrafters:
         target, inputs = tiny.build_target("llama"), inputs_of(tiny)
         drafter = tiny.build_drafter(target)
         way = drafter_way("silent", drafter)
-        monkeypatch.setattr(DRelayCandidateGenerator, "draft_round", lambda self, input_ids: [])
+
+        def no_stages(self, input_ids):
+            return []
+            yield
+
+        monkeypatch.setattr(DRelayCandidateGenerator, "stages", no_stages)
         arguments = {"do_sample": False, "max_new_tokens": 12}
         plain = measure(target, inputs, plain_way(), **arguments)
         silent = measure(target, inputs, way, **arguments)

@@ -291,8 +291,16 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
 
     def head_inputs(rows, anchor_ids, session):
         inputs = DRelayModel.head_inputs(model, rows, anchor_ids, session)
-        inputs.pool = script.rewrite(inputs.pool, session.anchor_position)
-        script.stage_hints = script.hints(inputs.pool, session.anchor_position)
+        pools, hints = [], []
+        for row, own in enumerate(getattr(session, "sessions", [session])):  # rows may be drafted together
+            if hasattr(own, "script_text"):
+                script.follow(own.script_text)
+            pool = inputs.pool
+            pool = Pool(*(part[row : row + 1] for part in (pool.ids, pool.logits, pool.log_probs)))
+            pools.append(script.rewrite(pool, own.anchor_position))
+            hints.append(script.hints(pools[-1], own.anchor_position))
+        parts = (torch.cat([getattr(pool, name) for pool in pools]) for name in ("ids", "logits", "log_probs"))
+        inputs.pool, script.stage_hints = Pool(*parts), torch.cat(hints)
         return inputs
 
     def score(state, path_ids, first=0):
@@ -301,6 +309,8 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
 
     def chain_pool(states, session, slot):
         # Rows of the chain count what was drafted: the one that is being scored is among them but in a first stage.
+        if hasattr(session, "script_text"):
+            script.follow(session.script_text)
         place = session.num_verified + session.num_provisional
         return script.rewrite(type(model.drafter).pool(model.drafter, states, session, slot), place)
 
@@ -316,17 +326,17 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
 def scripted_batch(monkeypatch, target, references, **overrides) -> DRelayModel:
     """A drafter whose row follows the one of `references`, whole texts without padding, that it has begun to write."""
     model = scripted_drafter(target, references[0], **overrides)
-    draft_round = DRelayCandidateGenerator.draft_round
+    stages = DRelayCandidateGenerator.stages
 
     def follow_and_draft(self, input_ids):
         ids = input_ids[0].tolist()
         while ids and ids[0] == 0:  # padding
             ids.pop(0)
         begun = [text for text in references if text[: len(ids)] == ids]
-        model.script.follow(begun[0] if begun else [])
-        return draft_round(self, input_ids)
+        self.session.script_text = begun[0] if begun else []
+        return (yield from stages(self, input_ids))
 
-    monkeypatch.setattr(DRelayCandidateGenerator, "draft_round", follow_and_draft)
+    monkeypatch.setattr(DRelayCandidateGenerator, "stages", follow_and_draft)
     return model
 
 

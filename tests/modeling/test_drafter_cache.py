@@ -73,9 +73,9 @@ def checked_rounds(monkeypatch):
 
     def start(padding: int = 0) -> RoundChecks:
         checks = RoundChecks(padding)
-        original = DRelayCandidateGenerator.draft_round
+        original = DRelayCandidateGenerator.stages
 
-        def draft_round(self, input_ids):
+        def stages(self, input_ids):
             calls = Counter()
 
             def counted(owner, name):
@@ -84,14 +84,14 @@ def checked_rounds(monkeypatch):
 
             counted(self.session.cache, "crop")
             counted(self.session, "extend_provisional")
-            blocks = original(self, input_ids)
+            blocks = yield from original(self, input_ids)
             del self.session.cache.crop, self.session.extend_provisional
             if self._unread:  # there was no room for a draft, and nothing was read for it
                 return blocks
             checks.check(self, input_ids, calls["extend_provisional"], calls["crop"])
             return blocks
 
-        monkeypatch.setattr(DRelayCandidateGenerator, "draft_round", draft_round)
+        monkeypatch.setattr(DRelayCandidateGenerator, "stages", stages)
         return checks
 
     return start

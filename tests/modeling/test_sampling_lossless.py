@@ -312,13 +312,13 @@ class TestBiasedVariantsFail:
 
     def test_own_loop_chooses_the_length_of_a_stage_by_the_tokens_it_drew(self, target, drafter, monkeypatch):
         # The cost-aware gate must choose it from the pools alone.
-        right = DRelayCandidateGenerator._draft_stage
+        right = DRelayCandidateGenerator._cut_stage
 
-        def draft_stage(self, input_ids, room):
-            block, is_final = right(self, input_ids, room)
+        def cut_stage(self, block, input_ids):
+            block, is_final = right(self, block, input_ids)
             return (block.first(0) if block.choices[:, :1].any() else block), is_final
 
-        monkeypatch.setattr(DRelayCandidateGenerator, "_draft_stage", draft_stage)
+        monkeypatch.setattr(DRelayCandidateGenerator, "_cut_stage", cut_stage)
         texts = draw(target, drafter.with_options(proposal="sample"), 1, 1500)
         assert p_value(target, texts) < IMPOSSIBLE
 
@@ -337,15 +337,15 @@ class TestBiasedVariantsFail:
 
     @pytest.mark.usefixtures("decoding_loop")
     def test_drafted_tokens_are_dropped_for_their_own_low_probability(self, target, drafter, monkeypatch):
-        right = DRelayCandidateGenerator._draft_stage
+        right = DRelayCandidateGenerator._cut_stage
 
-        def draft_stage(self, input_ids, room):
-            block, is_final = right(self, input_ids, room)
+        def cut_stage(self, block, input_ids):
+            block, is_final = right(self, block, input_ids)
             own = block.pool_logits.softmax(dim=-1).gather(2, block.choices[..., None])[0, :, 0]
             unlikely = (own < 0.4).nonzero().flatten().tolist()
             return block.first(unlikely[0]) if unlikely else block, is_final
 
-        monkeypatch.setattr(DRelayCandidateGenerator, "_draft_stage", draft_stage)
+        monkeypatch.setattr(DRelayCandidateGenerator, "_cut_stage", cut_stage)
         texts = draw(target, drafter.with_options(proposal="sample"), 1, 1500)
         assert p_value(target, texts) < IMPOSSIBLE
 

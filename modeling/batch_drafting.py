@@ -1,0 +1,168 @@
+"""Stages of several rows of a batch drafted together: one pass of drafter and head instead of one for each row.
+
+Every row keeps its own session and proposal. For a stage their caches are put side by side, aligned at the anchor,
+with the shorter ones hidden by a mask, and the block is taken apart again behind it. What depends on the row alone
+(penalties, trees, the cost-aware plan, confidence cuts, chains) is drafted row by row.
+"""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+
+from .modeling_base import DraftBlock, Pool
+from .modeling_drafter import block_mask, is_flash
+from .proposal import StageDraw
+
+
+def draft_rounds(generators: list, input_ids: list[torch.LongTensor]) -> list[list[DraftBlock]]:
+    """
+    Draft a round for every row.
+
+    Args:
+        generators (`list[DRelayCandidateGenerator]`): One for each row, all of one call.
+        input_ids (`list[torch.LongTensor]` of shape `(1, T)`): Committed tokens of each row.
+
+    Returns:
+        Blocks of each row, in the order of the rows; none where nothing is drafted.
+    """
+    rounds = [generator.stages(ids) for generator, ids in zip(generators, input_ids, strict=True)]
+    results: list[list[DraftBlock]] = [[] for _ in rounds]
+    drafted: dict[int, DraftBlock | None] = dict.fromkeys(range(len(rounds)))
+    while drafted:
+        waiting = []
+        for row, block in drafted.items():
+            try:
+                rounds[row].send(block)  # the first `None` starts it
+                waiting.append(row)
+            except StopIteration as end:
+                results[row] = end.value
+        groups = defaultdict(list)
+        for row in waiting:
+            groups[_kind(generators[row], row)].append(row)
+        drafted = {}
+        for rows in groups.values():
+            drafted |= zip(rows, _draft_stage([generators[row] for row in rows]), strict=True)
+    return results
+
+
+def _kind(generator, row: int) -> tuple:
+    """Rows of the same kind can share a stage; a row that cannot share is a kind of its own."""
+    session, options = generator.session, generator.options
+    is_alone = (
+        generator.model.config.backbone != "parallel"
+        or is_flash(generator.model.config._attn_implementation)  # takes no mask
+        or options.tree_budget is not None
+        or bool(options.confidence_threshold)
+        or session.plan is not None
+        or bool(generator.proposal.penalties)
+    )
+    if is_alone:
+        return (row,)
+    earlier = session.earlier
+    return session.num_slots, session.num_provisional, None if earlier is None else earlier.shape[1]
+
+
+def _draft_stage(generators: list) -> list[DraftBlock]:
+    """One stage of rows of the same kind."""
+    model, options = generators[0].model, generators[0].options
+    sessions = [generator.session for generator in generators]
+    proposals = [generator.proposal for generator in generators]
+    session, proposal = sessions[0], proposals[0]
+    if len(generators) > 1:
+        session, proposal = BatchSession(sessions), BatchProposal(proposals)
+    cost_model = generators[0].cost_model
+    started_s = cost_model.clock() if cost_model is not None else 0.0
+    block = model.draft(session.anchor_ids, session, proposal, options.use_selector, options.confidence_threshold)
+    if cost_model is not None:  # such rows are drafted alone
+        generators[0].observe_draft(started_s)
+    return [block] if len(generators) == 1 else [_row(block, row) for row in range(len(generators))]
+
+
+class BatchSession:
+    """Sessions of rows at the same stage as one, for one call of [`DRelayModel.draft`]."""
+
+    def __init__(self, sessions: list):
+        first = sessions[0]
+        self.sessions = sessions
+        self.drafter, self.adapter, self.clock = first.drafter, first.adapter, first.clock
+        self.num_slots, self.num_provisional = first.num_slots, first.num_provisional
+        self.plan = self.tree_budget = None
+        self.anchor_ids = torch.cat([session.anchor_ids for session in sessions])
+        self.history = torch.cat([session.history for session in sessions])
+        self.history_mask = torch.cat([session.history_mask for session in sessions])
+        self.earlier = None if first.earlier is None else torch.cat([session.earlier for session in sessions])
+        lengths = [session.anchor_position for session in sessions]
+        self.anchor_position = torch.tensor(lengths, device=self.drafter.device)[:, None]
+        self.context_length = max(lengths)
+        depth = len(self.drafter.layers) if self.context_length else 0
+        self.cache = SimpleNamespace(layers=[self._side_by_side(i) for i in range(depth)])
+
+    def positions(self, start: torch.LongTensor, length: int) -> torch.LongTensor:
+        """Position ids `(B, length)` from `start` `(B, 1)` on."""
+        return start + torch.arange(length, device=start.device)
+
+    def masks(self, num_rows: int) -> list[torch.BoolTensor]:
+        """Visible keys `(B, 1, S, T + S)` of every layer of the drafter."""
+        columns = torch.arange(self.context_length, device=self.anchor_position.device)
+        is_context = columns >= self.context_length - self.anchor_position  # (B, T), shorter ones end at the anchor
+        visible = F.pad(is_context, (0, num_rows), value=True)[:, None, None]
+        masks = []
+        for layer, causal in zip(self.drafter.layers, self.drafter.config.block_causal, strict=True):
+            window = layer.self_attn.sliding_window
+            own = block_mask(num_rows, self.context_length, causal, window, columns.device)
+            masks.append(visible.expand(-1, -1, num_rows, -1) if own is None else visible & own)
+        return masks
+
+    def _side_by_side(self, layer_idx: int) -> SimpleNamespace:
+        """Keys and values `(B, heads, T, D)` of one layer, those of shorter rows behind zeros."""
+        sides = {}
+        for name in ("keys", "values"):
+            rows = [
+                getattr(session.cache.layers[layer_idx], name) if session.anchor_position else None
+                for session in self.sessions
+            ]
+            nothing = next(row for row in rows if row is not None)[:, :, :0]  # of a row without any context
+            rows = [nothing if row is None else row for row in rows]
+            sides[name] = torch.cat([F.pad(row, (0, 0, self.context_length - row.shape[2], 0)) for row in rows])
+        return SimpleNamespace(**sides, is_initialized=True)
+
+
+class BatchProposal:
+    """Proposals of rows without penalties as one, see [`Proposal`]."""
+
+    penalties: tuple = ()
+
+    def __init__(self, proposals: list):
+        self.proposals = proposals
+        self.warpers = proposals[0].warpers
+        self.is_sampled = proposals[0].is_sampled
+        self.input_ids = None  # nothing here depends on it
+
+    def start_stage(self, pool: Pool):
+        """Chooser of one stage for all rows."""
+        return StageDraw(self, pool)
+
+    def gumbel(self, pool: Pool) -> torch.FloatTensor | None:
+        """Gumbel numbers `(B, K, C)`: those that each row has of its own."""
+        parts = [proposal.gumbel(_pool_row(pool, row)) for row, proposal in enumerate(self.proposals)]
+        return None if parts[0] is None else torch.cat(parts)
+
+
+def _pool_row(pool: Pool, row: int) -> Pool:
+    return Pool(*(part[row : row + 1] for part in (pool.ids, pool.logits, pool.log_probs)))
+
+
+def _row(block: DraftBlock, row: int) -> DraftBlock:
+    """The part `(1, K)` of one row."""
+
+    def remember(num_tokens: int):
+        memory = block.remember(num_tokens)
+        return None if memory is None else memory[row : row + 1]
+
+    parts = {name: value[row : row + 1] for name, value in vars(block).items() if isinstance(value, torch.Tensor)}
+    return DraftBlock(**{"pool_logits": None} | parts, remember=remember)
+
+
+__all__ = ["BatchProposal", "BatchSession", "draft_rounds"]
