@@ -3,6 +3,7 @@ target on disk with responses it could have written, for those that run whole co
 
 import json
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,22 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 
 VOCAB_SIZE = 32
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium. CI installs it, so there its absence is a failure."""
+    if CHROMIUM is None:
+        if "CI" in os.environ:
+            pytest.fail("no Chromium; install it with apt-get install chromium")
+        pytest.skip("needs a browser: apt-get install chromium")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,17 +9,10 @@ import pytest
 from hf_drelay.demo.app import build_app
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WAIT_MS = 120_000  # machines that run tests are often busy
 ROUND = "#dr-chat [data-round]"
 
-pytestmark = [
-    pytest.mark.browser,
-    # CI installs it, so there its absence is a failure.
-    pytest.mark.skipif(
-        CHROMIUM is None and "CI" not in os.environ, reason="needs a browser: apt-get install chromium"
-    ),
-]
+pytestmark = pytest.mark.browser
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +23,6 @@ def address(engine):
     launch(app, server_name="127.0.0.1", prevent_thread_lock=True, quiet=True)
     yield app.local_url
     app.close()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    assert CHROMIUM is not None, "no Chromium; install it with apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

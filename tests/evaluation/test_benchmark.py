@@ -162,6 +162,26 @@ class TestResume:
             run(parts, measured[1], BenchmarkConfig(max_new_tokens=11), resume=True)
         assert measured[1].read_bytes() == before
 
+    def test_prompts_that_changed_since_are_refused(self, parts, measured, tmp_path):
+        output = tmp_path / "rows.json"
+        output.write_bytes(measured[1].read_bytes())
+        task, index, turns = CONVERSATIONS[0].task, CONVERSATIONS[0].index, CONVERSATIONS[0].turns
+        changed = [Conversation(task, index, ("another text", *turns[1:])), *CONVERSATIONS[1:]]
+        with pytest.raises(ValueError, match=f"has rows of {task} prompt {index}, whose text has changed"):
+            run(parts, output, conversations=changed, resume=True)
+
+    def test_file_of_something_else_is_left_alone(self, parts, tmp_path):
+        output = tmp_path / "notes.txt"
+        output.write_text("my notes")
+        with pytest.raises(ValueError, match="is no file of result rows"):
+            run(parts, output, resume=True)
+        assert output.read_text() == "my notes"
+
+    def test_answers_of_a_single_token_are_rows(self, parts, tmp_path):
+        rows = run(parts, tmp_path / "rows.json", config=BenchmarkConfig(max_new_tokens=1))
+        assert len(rows) == NUM_TURNS * 3
+        assert all(row["num_tokens"] == 1 and row["num_forwards"] == 0 and row["identical"] for row in rows)
+
     def test_foreign_file_is_refused(self, parts, tmp_path):
         output = tmp_path / "notes.txt"
         output.write_text("not rows\n")
@@ -260,6 +280,12 @@ class TestOrigins:
 
 
 class TestWays:
+    def test_prompt_lookup_is_left_out_where_the_host_refuses_it(self, tiny):
+        target = tiny.build_target("llama")
+        target._is_stateful = True
+        names = [way.name for way in standard_ways(target, [("tiny", tiny.build_drafter(target))])]
+        assert PLAIN in names and PROMPT_LOOKUP not in names
+
     def test_standard_ways_are_baselines_and_every_gate_the_drafter_takes(self, tiny):
         target = tiny.build_target("llama")
         drafter = tiny.build_drafter(target)

@@ -43,6 +43,22 @@ class TestSummary:
         assert text.count("| way | τ |") == 3 and "**all**" in text
         assert "3 of gsm8k.jsonl, 3 of mbpp.jsonl; at most 128 new tokens, temperature 0" in text
 
+    def test_a_drafter_is_set_against_plain_decoding_of_its_own_run_and_prompts(self, invented_rows):
+        """A file of a slow machine and one of a fast one, with other tasks: no rate of the one enters the other."""
+        slow = [row | {"run": "slow"} for row in invented_rows(["gsm8k"])]
+        fast = [row | {"run": "fast"} for row in invented_rows(["mbpp"])]
+        fast = [row | {"walltimes_s": [w / 10 for w in row["walltimes_s"]]} for row in fast]
+        alone = {r["way"]: r["speedup_total"] for r in summarize(slow) if r["task"] == ALL_TASKS}
+        both = {r["way"]: r["speedup_total"] for r in summarize(slow + fast) if r["task"] == ALL_TASKS}
+        for way, speedup in alone.items():
+            name = way if way == "plain" else f"{way} [slow]"
+            assert both[name] == pytest.approx(speedup)
+
+    def test_tokens_of_a_round_count_rounds_without_a_draft(self, invented_rows):
+        (row,) = (r for r in invented_rows(["gsm8k"], num_prompts=1, gates=(None,)) if r["kind"] == "drafter")
+        record = summarize([row | {"num_tokens": 41, "num_forwards": 20}])[0]
+        assert record["tokens_per_round"] == 2.0
+
     def test_files_without_rows_are_named(self, tmp_path):
         with pytest.raises(OSError, match="missing.json is no file"):
             read_rows([tmp_path / "missing.json"])
@@ -119,6 +135,22 @@ class TestReport:
     def test_page_follows_the_colour_scheme(self, page):
         assert "prefers-color-scheme: dark" in page[1] and "var(--series-0)" in page[1]
         assert "#0102" not in page[1] and "#010101" not in page[1], "a marker colour was left over"
+
+    @pytest.mark.browser
+    def test_page_opens_in_a_browser_without_a_network(self, page, browser):
+        context = browser.new_context(offline=True)
+        visited, problems, requests = context.new_page(), [], []
+        visited.on("pageerror", lambda error: problems.append(str(error)))
+        visited.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        visited.on("request", lambda request: requests.append(request.url))
+        visited.goto((page[0] / "report.html").as_uri())
+        figures = visited.locator("figure svg, svg[role=img]")
+        assert figures.count() == len(FIGURES)
+        boxes = [figures.nth(i).bounding_box() for i in range(figures.count())]
+        assert all(box["width"] > 200 and box["height"] > 100 for box in boxes)
+        assert visited.evaluate("document.documentElement.scrollWidth <= window.innerWidth + 1")
+        context.close()
+        assert not problems and len(requests) == 1
 
     def test_figures_are_files_too(self, page):
         names = {path.name for path in (page[0] / "figures").iterdir()}

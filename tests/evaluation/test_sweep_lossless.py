@@ -1,7 +1,6 @@
 """The grid of a sweep and its best point; losslessness with the reason of each difference."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from hf_drelay.evaluation import lossless
 from hf_drelay.evaluation.benchmark import BenchmarkConfig
 from hf_drelay.evaluation.divergence import Divergence, first_divergence
 from hf_drelay.evaluation.lossless import check_lossless, explain, summarize_lossless
-from hf_drelay.evaluation.sweep import best_point, sweep_options, sweep_ways, write_best
+from hf_drelay.evaluation.sweep import ALWAYS_LOOP, best_point, sweep_options, sweep_ways, write_best
 from hf_drelay.evaluation.tasks import Conversation
 from hf_drelay.evaluation.ways import PLAIN, drafter_way
 
@@ -51,8 +50,9 @@ class TestGrid:
         (tmp_path / "config.json").write_text(json.dumps({"block_size": 8}))
         for row in rows:
             row["walltimes_s"] = [0.1 if row["loop_gate"] else 10.0]
-        assert write_best(tmp_path, rows)["loop_gate"] == -math.inf
-        assert json.loads((tmp_path / "config.json").read_text())["loop_gate"] == -math.inf
+        assert write_best(tmp_path, rows)["loop_gate"] == ALWAYS_LOOP
+        text = (tmp_path / "config.json").read_text()
+        assert json.loads(text)["loop_gate"] == ALWAYS_LOOP and "Infinity" not in text  # which is no JSON
 
     def test_best_of_another_block_size_is_not_written(self, invented_rows, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"block_size": 16}))
@@ -99,6 +99,18 @@ class TestLossless:
             check_lossless(*parts, CONVERSATIONS[:1], BenchmarkConfig(9), output, resume=True, quiet=True)
         with pytest.raises(ValueError, match="`temperature` is 1"):
             check_lossless(*parts, CONVERSATIONS[:1], BenchmarkConfig(9, 1.0), output, quiet=True)
+
+    def test_rows_of_another_drafter_under_the_same_name_are_refused(self, parts, tiny, tmp_path):
+        target, tokenizer, _ = parts
+        output = tmp_path / "rows.json"
+        for seed in (0, 1):
+            ways = [drafter_way("mine", tiny.build_drafter(target, seed=seed))]
+            call = (target, tokenizer, ways, CONVERSATIONS[:1], CONFIG, output)
+            if seed == 0:
+                check_lossless(*call, quiet=True)
+                continue
+            with pytest.raises(ValueError, match="rows of 'mine' with another `drafter_weights_sha256`"):
+                check_lossless(*call, resume=True, quiet=True)
 
     def test_real_difference_is_found_and_not_explained(self, parts, tmp_path, monkeypatch):
         """An assistant that changes a token where the target is sure must be caught."""
