@@ -280,9 +280,9 @@ class TestOrigins:
 
 
 class TestWays:
-    def test_prompt_lookup_is_left_out_where_the_host_refuses_it(self, tiny):
+    def test_prompt_lookup_is_left_out_where_the_host_refuses_it(self, tiny, monkeypatch):
         target = tiny.build_target("llama")
-        target._is_stateful = True
+        monkeypatch.setattr(target, "_is_stateful", True, raising=False)
         names = [way.name for way in standard_ways(target, [("tiny", tiny.build_drafter(target))])]
         assert PLAIN in names and PROMPT_LOOKUP not in names
 

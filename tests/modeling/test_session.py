@@ -274,7 +274,7 @@ class TestStages:
         monkeypatch.setattr(
             drelay.drafter,
             "forward",
-            lambda e, p, c: (seen.append((p.tolist(), c.get_seq_length())), forward(e, p, c))[1],
+            lambda e, p, c, masks: (seen.append((p.tolist(), c.get_seq_length())), forward(e, p, c, masks))[1],
         )
         monkeypatch.setattr(
             drelay.selector, "read", lambda inputs: (seen.append((inputs.offset, inputs.earlier)), read(inputs))[1]
