@@ -21,13 +21,15 @@ STUDIES = {"comparison": ARMS, "ablation": ARMS, "loop": LOOP}  # by the name of
 
 
 def study_section(name: str) -> str:
-    """Table, figure and circumstances of a study as Markdown; says so when there is no record."""
-    file = RESULTS / f"{name}.json"
-    if not file.exists():
-        return "Not measured yet."
+    """Table, figure and circumstances of a study as Markdown."""
     table, circumstances, _ = STUDIES[name]
-    record = json.loads(file.read_text(encoding="utf-8"))
+    record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return "\n\n".join([table(record), f"![{name}](docs/results/{name}.svg)", circumstances(record)])
+
+
+def measured_studies() -> list[str]:
+    """Studies that have a record; each needs its markers in README.md."""
+    return [name for name in STUDIES if (RESULTS / f"{name}.json").exists()]
 
 
 def rendered_pages() -> dict[Path, str]:
@@ -35,7 +37,7 @@ def rendered_pages() -> dict[Path, str]:
     page = ROOT / "README.md"
     readme = page.read_text(encoding="utf-8")
     sections = {"results": results_section(read_records(result_files(FOLDER, read_card_file(FOLDER))))}
-    sections |= {name: study_section(name) for name in STUDIES}
+    sections |= {name: study_section(name) for name in measured_studies()}
     for name, text in sections.items():
         markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not markers.search(readme):
@@ -47,10 +49,9 @@ def rendered_pages() -> dict[Path, str]:
 def main() -> None:
     for page, text in rendered_pages().items():
         page.write_text(text, encoding="utf-8")
-    for name, (_, _, draw) in STUDIES.items():
-        file = RESULTS / f"{name}.json"
-        if file.exists():
-            draw(json.loads(file.read_text(encoding="utf-8")), RESULTS / f"{name}.svg")
+    for name in measured_studies():
+        _, _, draw = STUDIES[name]
+        draw(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")), RESULTS / f"{name}.svg")
 
 
 if __name__ == "__main__":
