@@ -77,7 +77,7 @@ def _draft_stage(generators: list) -> list[DraftBlock]:
     block = model.draft(session.anchor_ids, session, proposal, options.use_selector, options.confidence_threshold)
     if cost_model is not None:  # such rows are drafted alone
         generators[0].observe_draft(started_s)
-    return [block] if len(generators) == 1 else [_row(block, row) for row in range(len(generators))]
+    return [block] if len(generators) == 1 else [block.row(row) for row in range(len(generators))]
 
 
 class BatchSession:
@@ -146,23 +146,8 @@ class BatchProposal:
 
     def gumbel(self, pool: Pool) -> torch.FloatTensor | None:
         """Gumbel numbers `(B, K, C)`: those that each row has of its own."""
-        parts = [proposal.gumbel(_pool_row(pool, row)) for row, proposal in enumerate(self.proposals)]
+        parts = [proposal.gumbel(pool.row(row)) for row, proposal in enumerate(self.proposals)]
         return None if parts[0] is None else torch.cat(parts)
-
-
-def _pool_row(pool: Pool, row: int) -> Pool:
-    return Pool(*(part[row : row + 1] for part in (pool.ids, pool.logits, pool.log_probs)))
-
-
-def _row(block: DraftBlock, row: int) -> DraftBlock:
-    """The part `(1, K)` of one row."""
-
-    def remember(num_tokens: int):
-        memory = block.remember(num_tokens)
-        return None if memory is None else memory[row : row + 1]
-
-    parts = {name: value[row : row + 1] for name, value in vars(block).items() if isinstance(value, torch.Tensor)}
-    return DraftBlock(**{"pool_logits": None} | parts, remember=remember)
 
 
 __all__ = ["BatchProposal", "BatchSession", "draft_rounds"]

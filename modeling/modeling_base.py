@@ -121,6 +121,10 @@ class Pool:
         """The pools of the first `num_slots` slots."""
         return Pool(self.ids[:, :num_slots], self.logits[:, :num_slots], self.log_probs[:, :num_slots])
 
+    def row(self, row: int) -> "Pool":
+        """The pools `(1, K, C)` of one block."""
+        return Pool(*(part[row : row + 1] for part in (self.ids, self.logits, self.log_probs)))
+
     @classmethod
     def from_logits(cls, logits: torch.FloatTensor, size: int, token_ids: torch.LongTensor | None = None) -> "Pool":
         """Top `size` of `logits` `(B, K, Vd)`; `token_ids (Vd,)` names the columns when they are not the token ids."""
@@ -181,3 +185,15 @@ class DraftBlock:
         }
         cut = {name: None if value is None else value[:, :num_tokens] for name, value in cut.items()}
         return DraftBlock(**cut, remember=self.remember, tree=self.tree)
+
+    def row(self, row: int) -> "DraftBlock":
+        """The part `(1, K)` of one row; of chains only."""
+
+        def remember(num_tokens: int):
+            memory = self.remember(num_tokens)
+            return None if memory is None else memory[row : row + 1]
+
+        names = [field.name for field in fields(self) if field.name not in ("remember", "tree")]
+        values = {name: getattr(self, name) for name in names}
+        values = {name: None if value is None else value[row : row + 1] for name, value in values.items()}
+        return DraftBlock(**values, remember=remember)

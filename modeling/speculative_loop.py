@@ -286,9 +286,8 @@ class SpeculativeLoop:
             slices = self.outputs.sliced(outputs, self.cache, rows, self.num_slots, num_pending, trees)
             own_logits = logits if rows == list(range(len(logits))) else logits[rows]
             walks[id(group)] = self.verifier.walk(group, own_logits, own, slices)
-        self.clock.lap("verify")
         self._commit(groups, walks, num_places, states)
-        self.clock.lap("verify")  # the next lap is that of drafting
+        self.clock.lap("verify")
         if self.noise is not None:
             self.noise.forget(min(group.num_new for group in groups))
         if self.cost_model is not None:
@@ -358,9 +357,7 @@ class SpeculativeLoop:
         """Arguments of a forward over `ids` `(B', M)` that stand `offsets` `(B', M)` behind the prompt."""
         kwargs = dict(self.fixed_kwargs)
         if self.next_position is not None:
-            first = self.next_position
-            if len(self.cached_rows) < self.num_rows:
-                first = first[..., self.cached_rows, :]
+            first = self.next_position[..., self.cached_rows, :]
             kwargs["position_ids"] = first + offsets.to(first.device)
         if (types := self.model_kwargs.get("token_type_ids")) is not None:
             kwargs["token_type_ids"] = types[self.cached_rows, -1:].expand(-1, ids.shape[1])
@@ -407,9 +404,7 @@ class SpeculativeLoop:
                 self.lengths[row] += num_pending + walk.num_steps
                 is_text = not (self.stop.has_eos and group.is_finished[i])
                 if is_text:
-                    is_head = kept == list(range(len(kept)))  # a chain needs no lookup on the device
-                    own = states[place : place + 1]
-                    self.generators[row].feed(own[:, : len(kept)] if is_head else own[:, kept])
+                    self.generators[row].feed(states[place : place + 1, kept])
                 committed = walk.token_ids[i][: walk.num_texts[i]]
                 if committed:
                     self.generators[row].record_round(committed)

@@ -325,8 +325,9 @@ def _run(model, tokenizer, ways, conversations, config, output: Path, sources: d
     ways_named = {way.name: way.description for way in ways}
     resolved = {"command": _command(), "settings": asdict(config), "sources": sources, "ways": ways_named}
     Console(stderr=True, quiet=quiet).print_json(data={"settings": asdict(config), "ways": list(ways_named)})
-    if resume or not output.exists():
-        write_json(output.with_name(output.name + ".config.json"), resolved)
+    settings_file = output.with_name(output.name + ".config.json")
+    if not output.exists() or not settings_file.exists():  # a resumed run keeps those it was started with
+        write_json(settings_file, resolved)
     return run_benchmark(
         model, tokenizer, ways, conversations, config, output, sources, _command(), resume, quiet or _is_piped()
     )

@@ -102,13 +102,9 @@ class DRelayTrainer(Trainer):
                 f"A drafter with the backbone {model.config.backbone!r} was trained together with its target; it "
                 "cannot be trained here."
             )
-        if args.head_l1_share and (model.selector is None or not args.train_selector):
-            raise ValueError(f"`head_l1_share` {args.head_l1_share} needs a head that is trained; set it to 0.")
-        if args.base_anchor_end and (model.selector is None or not args.train_selector):
-            raise ValueError(
-                f"`base_anchor_end` {args.base_anchor_end} hands the loss over to that of a head, but no head is "
-                "trained here; set it to 0."
-            )
+        for name in ("head_l1_share", "base_anchor_end"):
+            if getattr(args, name) and (model.selector is None or not args.train_selector):
+                raise ValueError(f"`{name}` {getattr(args, name)} needs a head that is trained; set it to 0.")
         target.requires_grad_(False).eval()
         self.target = target
         self.adapter = model.adapter(target)

@@ -8,7 +8,23 @@ from hf_drelay.modeling.modeling_drafter import as_backend_mask
 from .blocks import training_masks
 
 
-class StageUnroll:
+class Unroll:
+    """Counts the stages of an unroll; each starts `stage_tokens` behind the one before."""
+
+    def __init__(self, model, input_ids, anchors, stage_tokens: int | None):
+        self.model = model
+        self.input_ids = input_ids
+        self.anchors = anchors
+        self.stage_tokens = min(stage_tokens or model.config.num_drafts, model.config.num_drafts)
+        self.stage = 0
+
+    @property
+    def offset(self) -> int:
+        """Tokens between the anchors and the start of this stage."""
+        return self.stage * self.stage_tokens
+
+
+class StageUnroll(Unroll):
     """
     The backbone on many blocks that share a context.
 
@@ -24,21 +40,12 @@ class StageUnroll:
     """
 
     def __init__(self, model, adapter, features, input_ids, anchors, stage_tokens: int | None = None):
-        self.model = model
+        super().__init__(model, input_ids, anchors, stage_tokens)
         self.embed = adapter.embed
-        self.input_ids = input_ids
-        self.anchors = anchors
         self.context_length = input_ids.shape[1]
-        self.stage_tokens = min(stage_tokens or model.config.num_drafts, model.config.num_drafts)
-        self.stage = 0
         self.cache = model.drafter.new_cache()
         positions = torch.arange(self.context_length, device=input_ids.device)[None].expand(len(input_ids), -1)
         model.drafter.extend(features, positions, self.cache)
-
-    @property
-    def offset(self) -> int:
-        """Tokens between the anchors and the start of this stage."""
-        return self.stage * self.stage_tokens
 
     def draft(self) -> torch.Tensor:
         """Backbone rows `(B, A, S, H)` of this stage."""
@@ -72,7 +79,7 @@ class StageUnroll:
         return self.input_ids.gather(1, positions.clamp(max=self.context_length - 1))
 
 
-class ChainUnroll:
+class ChainUnroll(Unroll):
     """
     EAGLE-3's chain at every position at once (arXiv 2503.01840, training-time test); the counterpart of
     [`StageUnroll`], with the same arguments.
@@ -84,20 +91,11 @@ class ChainUnroll:
     """
 
     def __init__(self, model, adapter, features, input_ids, anchors, stage_tokens: int | None = None):
-        self.model = model
+        super().__init__(model, input_ids, anchors, stage_tokens)
         self.adapter = adapter
         self.features = features
-        self.input_ids = input_ids
-        self.anchors = anchors
-        self.stage_tokens = min(stage_tokens or model.config.num_drafts, model.config.num_drafts)
-        self.stage = 0
         self.steps: list[torch.Tensor] = []  # (B, T, H) each
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each step
-
-    @property
-    def offset(self) -> int:
-        """Tokens between the anchors and the start of this stage."""
-        return self.stage * self.stage_tokens
 
     def draft(self) -> torch.Tensor:
         """States `(B, A, S, H)` of this stage; row `j` predicts the token `offset + 1 + j` behind the anchor."""

@@ -295,9 +295,7 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
         for row, own in enumerate(getattr(session, "sessions", [session])):  # rows may be drafted together
             if hasattr(own, "script_text"):
                 script.follow(own.script_text)
-            pool = inputs.pool
-            pool = Pool(*(part[row : row + 1] for part in (pool.ids, pool.logits, pool.log_probs)))
-            pools.append(script.rewrite(pool, own.anchor_position))
+            pools.append(script.rewrite(inputs.pool.row(row), own.anchor_position))
             hints.append(script.hints(pools[-1], own.anchor_position))
         parts = (torch.cat([getattr(pool, name) for pool in pools]) for name in ("ids", "logits", "log_probs"))
         inputs.pool, script.stage_hints = Pool(*parts), torch.cat(hints)
