@@ -22,12 +22,13 @@ import time
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_drelay import DRelayModel
 from hf_drelay.evaluation.records import environment, write_json
-from hf_drelay.evaluation.replay import replay_response
+from hf_drelay.evaluation.replay import replay_response, tapped_states
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.training.config import DRelayTrainingConfig
@@ -170,12 +171,12 @@ def bootstrap_interval(statistics: list[DraftStatistics], num_draws: int = 2000)
     return [draws[int(0.025 * num_draws)], draws[int(0.975 * num_draws) - 1]]
 
 
-def measure(drelay: DRelayModel, target, examples, max_response: int, **options) -> dict:
-    """Greedy replay τ over the first `max_response` tokens of responses, and the drafter's ms of a round."""
+def measure(drelay: DRelayModel, target, responses, **options) -> dict:
+    """Greedy replay τ on `(tokens, length of the prompt, tapped states)`, and the drafter's ms of a round."""
     view = drelay.eval().with_options(profile=True, **options)
     each = [
-        replay_response(view, target, example.input_ids[: example.prompt_length + max_response], example.prompt_length)
-        for example in examples
+        replay_response(view, target, ids, prompt_length, states=states)
+        for ids, prompt_length, states in tqdm(responses, desc="replay", unit="response")
     ]
     total = DraftStatistics()
     for statistics in each:
@@ -255,6 +256,16 @@ def train_arm(arguments, run: dict, fields: dict) -> DRelayTrainer:
     return trainer
 
 
+def add_row(arguments, row: dict) -> None:
+    """Put `row` into the file of the study, which arms that run at the same time share."""
+    with FileLock(f"{arguments.output}.lock"):
+        record = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
+        rows = [r for r in record["rows"] if (r["arm"], r["seed"]) != (row["arm"], row["seed"])]
+        about = {"command": f"scripts/train_arms.py --study {arguments.study}", "base": Path(arguments.base).name}
+        about |= {"one stage": ONE_STAGE, "DLoop": LOOP}
+        write_json(arguments.output, about | {"rows": [*rows, row]})
+
+
 def main() -> None:
     arguments = parse_arguments()
     fields, run = STUDIES[arguments.study][arguments.arm]
@@ -263,7 +274,8 @@ def main() -> None:
     use_selector = head is not None and trainer.args.train_selector
     if arguments.keep is not None:
         save_release(drelay, arguments.keep)
-    common = {"max_response": arguments.max_response, "use_selector": use_selector}
+    responses = [(e.input_ids[: e.prompt_length + arguments.max_response], e.prompt_length) for e in trainer.held_out]
+    responses = [(ids, length, tapped_states(drelay, trainer.target, ids)) for ids, length in responses]
     row = {
         "arm": arguments.arm,
         "seed": arguments.seed,
@@ -274,14 +286,10 @@ def main() -> None:
         "head_parameters": sum(p.numel() for p in head.parameters()) if use_selector else 0,
         "environment": environment(),
         "num_responses": len(trainer.held_out),
-        "one stage": measure(drelay, trainer.target, trainer.held_out, **ONE_STAGE, **common),
-        "DLoop": measure(drelay, trainer.target, trainer.held_out, **LOOP, **common),
+        "one stage": measure(drelay, trainer.target, responses, use_selector=use_selector, **ONE_STAGE),
+        "DLoop": measure(drelay, trainer.target, responses, use_selector=use_selector, **LOOP),
     }
-    record = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
-    rows = [r for r in record["rows"] if (r["arm"], r["seed"]) != (row["arm"], row["seed"])]
-    about = {"command": f"scripts/train_arms.py --study {arguments.study}", "base": Path(arguments.base).name}
-    about |= {"one stage": ONE_STAGE, "DLoop": LOOP}
-    write_json(arguments.output, about | {"rows": [*rows, row]})
+    add_row(arguments, row)
     print(
         f"{arguments.arm}, seed {arguments.seed}: τ {row['one stage']['acceptance_length']:.3f} after "
         f"{row['num_steps']} steps; with DLoop {row['DLoop']['acceptance_length']:.3f}"

@@ -14,6 +14,14 @@ from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 
 @torch.no_grad()
+def tapped_states(model, target, input_ids: torch.LongTensor) -> torch.FloatTensor:
+    """Hidden states `(T, L*H)` that the drafter of `model` taps from the target, of tokens `(T,)`."""
+    ids = input_ids.to(target.device)
+    outputs = target.get_decoder()(input_ids=ids[None], output_hidden_states=True, use_cache=False)
+    return model.adapter(target).tapped(outputs.hidden_states, model.config.target_layer_ids)[0]
+
+
+@torch.no_grad()
 def replay_response(view, target, input_ids, prompt_length, max_length=None, states=None) -> DraftStatistics:
     """
     Draft along one greedy response.
@@ -27,11 +35,9 @@ def replay_response(view, target, input_ids, prompt_length, max_length=None, sta
             whole round when the response ends with an end token.
         states (`torch.FloatTensor` of shape `(T, L*H)`, *optional*): Tapped hidden states, if they are known already.
     """
-    adapter = view.model.adapter(target)
     ids = input_ids.to(target.device)
     if states is None:
-        outputs = target.get_decoder()(input_ids=ids[None], output_hidden_states=True, use_cache=False)
-        states = adapter.tapped(outputs.hidden_states, view.config.target_layer_ids)[0]
+        states = tapped_states(view.model, target, ids)
     if max_length is None:
         max_length = len(ids)
         if ids[-1].item() in view.config.eos_token_ids:  # it ended by itself, so the call had room for a whole round
