@@ -17,7 +17,8 @@ RESULTS = ROOT / "docs" / "results"
 FOLDER = ROOT / "hub_cards" / "SmolLM2-135M-Instruct-DRelay"
 ARMS = (studies.arms_table, studies.arms_circumstances, studies.draw_arms)
 LOOP = (studies.loop_table, studies.loop_circumstances, studies.draw_loop)
-STUDIES = {"comparison": ARMS, "ablation": ARMS, "loop": LOOP}  # by the name of the JSON file and of the marker
+# By the name of the JSON file and of the marker.
+STUDIES = {"comparison": ARMS, "ablation": ARMS, "recipe": ARMS, "loop": LOOP}
 
 
 def study_section(name: str) -> str:

@@ -3,13 +3,14 @@
     python scripts/train_arms.py --study comparison --arm relay --base runs/cpu-1h/drafter \\
         --responses FILE [FILE ...] --held-out FILE [FILE ...] --minutes 5 --output docs/results/comparison.json
 
-Two studies: `ablation` takes the selector and its training apart; `comparison` trains the drafters of the field, each
-with the loss of its own paper for its head, and with heads of about the same number of parameters. Every arm starts
-from the same trained backbone with a fresh head and trains for the same minutes on the same responses, on a schedule
+Three studies: `ablation` takes the selector and its training apart; `comparison` trains the drafters of the field,
+each with the loss of its own paper for its head, and with heads of about the same number of parameters; `recipe`
+trains a backbone alone from nothing, in the ways that a recipe can choose from. Every arm of the first two starts from
+one trained backbone (`--base`) with a fresh head. All train for the same minutes on the same responses, on a schedule
 that follows the clock; the target's features are computed before the clock starts. All share the cross-entropy and the
 candidate-support loss of the backbone. EAGLE-3 has no such backbone: it starts from the target's last layer, and its
 row says so. Measured is greedy replay τ on responses that nothing was trained on, with a bootstrap interval over
-responses, DLoop off and on. `--list` names the arms of both studies, `--keep` saves the trained drafter for
+responses, DLoop off and on. `--list` names the arms of all studies, `--keep` saves the trained drafter for
 `hf-drelay benchmark`.
 """
 
@@ -32,7 +33,7 @@ from hf_drelay.evaluation.replay import replay_response, tapped_states
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.training.config import DRelayTrainingConfig
-from hf_drelay.training.run import load_examples, load_target, save_release
+from hf_drelay.training.run import build_drafter, load_examples, load_target, save_release
 from hf_drelay.training.trainer import DRelayTrainer, collate
 
 
@@ -78,8 +79,38 @@ COMPARISON: dict[str, tuple[dict, dict]] = {
         {"base_loss": "kl", "soft_weight": 1.0, "decay": 4.48},  # 0.8 per step
     ),
 }
+# The sizes of the demo drafter; the first arm is what its recipe does.
+SIZES = {"layout": "shifted", "block_size": 5, "draft_vocab_size": 8192, "target_layer_ids": [8, 14, 20, 27]}
+
+
+def backbone(from_target: bool = True, sizes: dict | None = None, **run) -> tuple[None, dict]:
+    """Arm that trains a backbone alone, from nothing."""
+    return None, {
+        "drafter_config": SIZES | (sizes or {}),
+        "start_from_target": from_target,
+        "train_selector": False,
+        "base_loss": "kl",
+        "soft_weight": 0.5,
+        **run,
+    }
+
+
+RECIPE: dict[str, tuple[None, dict]] = {
+    "from the target's layers": backbone(),
+    "cross-entropy alone": backbone(base_loss="ce"),
+    "fill-in layout": backbone(sizes={"layout": "fill_in"}),
+    "block of 8": backbone(sizes={"block_size": 8}),
+    "shortlist of 4 096": backbone(sizes={"draft_vocab_size": 4096}),
+    "shortlist of 16 384": backbone(sizes={"draft_vocab_size": 16384}),
+    "24 blocks a sequence": backbone(num_anchors=24),
+    "learning rate 5e-4": backbone(learning_rate=5e-4),
+    "learning rate 2e-3": backbone(learning_rate=2e-3),
+    "from random weights": backbone(from_target=False),
+    "1 layer, random": backbone(from_target=False, sizes={"num_hidden_layers": 1}),
+    "3 layers, random": backbone(from_target=False, sizes={"num_hidden_layers": 3}),
+}
 LOOP_AWARE = {f"{name}, loop-aware": (fields, run | LOOP_RUN) for name, (fields, run) in COMPARISON.items()}
-STUDIES = {"ablation": ABLATION, "comparison": COMPARISON | LOOP_AWARE}
+STUDIES = {"ablation": ABLATION, "comparison": COMPARISON | LOOP_AWARE, "recipe": RECIPE}
 
 
 class Deadline(TrainerCallback):
@@ -212,7 +243,9 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.list:
         parser.exit(message="\n".join(f"{study}: {arm}" for study, arms in STUDIES.items() for arm in arms) + "\n")
-    needed = ("study", "arm", "base", "responses", "held_out", "output")
+    needed = ["study", "arm", "responses", "held_out", "output"]
+    if arguments.study != "recipe":
+        needed.insert(2, "base")
     if missing := [name for name in needed if getattr(arguments, name) is None]:
         parser.error(f"--{missing[0].replace('_', '-')} is needed")
     if arguments.arm not in STUDIES[arguments.study]:
@@ -220,40 +253,51 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def train_arm(arguments, run: dict, fields: dict) -> DRelayTrainer:
+def train_arm(arguments, fields: dict | None, run: dict) -> DRelayTrainer:
     """Train one arm to its deadline."""
     with tempfile.TemporaryDirectory() as scratch:
-        config = DRelayTrainingConfig(
-            output_dir=scratch,
-            target=arguments.target,
-            responses=arguments.responses,
-            held_out=arguments.held_out,
-            num_replayed=arguments.num_held_out,
-            feature_folder=arguments.feature_folder,
-            seed=arguments.seed,
-            max_steps=1_000_000,  # minutes end the run
-            warmup_steps=20,
-            learning_rate=arguments.learning_rate,
-            adam_beta2=0.95,
-            per_device_train_batch_size=arguments.batch_size,
-            train_sampling_strategy="group_by_length",
-            bf16=True,
-            use_cpu=not torch.cuda.is_available(),
-            dataloader_pin_memory=torch.cuda.is_available(),
-            chunk_rows=256,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=20,
-            **run,
-        )
+        common = {
+            "output_dir": scratch,
+            "target": arguments.target,
+            "responses": arguments.responses,
+            "held_out": arguments.held_out,
+            "num_replayed": arguments.num_held_out,
+            "feature_folder": arguments.feature_folder,
+            "seed": arguments.seed,
+            "max_steps": 1_000_000,  # minutes end the run
+            "warmup_steps": 20,
+            "learning_rate": arguments.learning_rate,
+            "adam_beta2": 0.95,
+            "per_device_train_batch_size": arguments.batch_size,
+            "train_sampling_strategy": "group_by_length",
+            "bf16": True,
+            "use_cpu": not torch.cuda.is_available(),
+            "dataloader_pin_memory": torch.cuda.is_available(),
+            "chunk_rows": 256,
+            "save_strategy": "no",
+            "report_to": "none",
+            "logging_steps": 20,
+        }
+        config = DRelayTrainingConfig(**common | run)
         target, tokenizer = load_target(config)
-        base = DRelayModel.from_pretrained(arguments.base, dtype=torch.float32)
-        examples, held_out = load_examples(config, tokenizer, base.config.chat_template_mode)
-        drelay = build_arm(base, target, fields, arguments.seed)
+        if fields is None:
+            examples, held_out = load_examples(config, tokenizer)
+            drelay = build_drafter(config, target, examples)
+        else:
+            base = DRelayModel.from_pretrained(arguments.base, dtype=torch.float32)
+            examples, held_out = load_examples(config, tokenizer, base.config.chat_template_mode)
+            drelay = build_arm(base, target, fields, arguments.seed)
         trainer = TimedTrainer(drelay, target, config, examples, held_out, minutes=arguments.minutes)
         trainer.compute_features()
         trainer.train()
     return trainer
+
+
+def start_of(fields: dict | None) -> str:
+    """What an arm starts from, in words."""
+    if fields is None:
+        return "nothing"
+    return "the target's last layer" if "backbone" in fields else "the shared backbone"
 
 
 def add_row(arguments, row: dict) -> None:
@@ -261,7 +305,7 @@ def add_row(arguments, row: dict) -> None:
     with FileLock(f"{arguments.output}.lock"):
         record = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
         rows = [r for r in record["rows"] if (r["arm"], r["seed"]) != (row["arm"], row["seed"])]
-        about = {"command": f"scripts/train_arms.py --study {arguments.study}", "base": Path(arguments.base).name}
+        about = {"command": f"scripts/train_arms.py --study {arguments.study}"}
         about |= {"one stage": ONE_STAGE, "DLoop": LOOP}
         write_json(arguments.output, about | {"rows": [*rows, row]})
 
@@ -269,7 +313,7 @@ def add_row(arguments, row: dict) -> None:
 def main() -> None:
     arguments = parse_arguments()
     fields, run = STUDIES[arguments.study][arguments.arm]
-    trainer = train_arm(arguments, run, fields)
+    trainer = train_arm(arguments, fields, run)
     drelay, head = trainer.model, trainer.model.selector
     use_selector = head is not None and trainer.args.train_selector
     if arguments.keep is not None:
@@ -281,7 +325,7 @@ def main() -> None:
         "seed": arguments.seed,
         "minutes": arguments.minutes,
         "num_steps": trainer.state.global_step,
-        "start": "the target's last layer" if "backbone" in fields else "the shared backbone",
+        "start": start_of(fields),
         "trained_parameters": sum(p.numel() for p in drelay.parameters() if p.requires_grad),
         "head_parameters": sum(p.numel() for p in head.parameters()) if use_selector else 0,
         "environment": environment(),

@@ -17,7 +17,7 @@ def arms_table(record: dict) -> str:
     """Arms of a study as Markdown, a row each; several seeds of an arm are averaged."""
     lines = [
         "| arm | head, M parameters | τ (95 % of drawn responses) | τ with DLoop | repairs right / harmful | draft ms "
-        "| select ms | steps | seeds |",
+        "| select ms | steps | seeds (τ) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm, rows in _by_arm(record).items():
@@ -27,7 +27,8 @@ def arms_table(record: dict) -> str:
         cells += [_tau(rows, way) for way in WAYS]
         cells.append(f"{repairs[0]} / {repairs[1]}" if any(repairs) else "")
         cells += [_phase(rows, "draft"), _phase(rows, "select")]
-        cells += [f"{_mean(rows, 'num_steps'):.0f}", str(len(rows))]
+        seeds = ", ".join(f"{row['one stage']['acceptance_length']:.3f}" for row in rows) if len(rows) > 1 else ""
+        cells += [f"{_mean(rows, 'num_steps'):.0f}", f"{len(rows)} ({seeds})" if seeds else "1"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -37,16 +38,18 @@ def arms_circumstances(record: dict) -> str:
     row = record["rows"][0]
     minutes = sorted({r["minutes"] for r in record["rows"]})
     environment, dloop = row["environment"], record["DLoop"]
-    odd = [f"{r['arm']} starts from {r['start']}" for r in record["rows"] if r["start"] != "the shared backbone"]
+    starts = [r["start"] for r in record["rows"]]
+    usual = statistics.mode(starts)
+    odd = [f"{r['arm']} starts from {r['start']}" for r in record["rows"] if r["start"] != usual]
     threads = "thread" if environment["cpu_threads"] == 1 else "threads"
     return (
-        f"Greedy replay on {row['num_responses']} responses that nothing was trained on. Every arm starts from one "
-        f"trained backbone with a fresh head and trains for {_range(minutes)} minutes on {environment['cpu_threads']} "
-        f"{threads} of {environment['device']}; steps are what fits into that time. "
+        f"Greedy replay on {row['num_responses']} responses that nothing was trained on. An arm starts from {usual} "
+        f"and trains for {_range(minutes)} minutes on {environment['cpu_threads']} {threads} of "
+        f"{environment['device']}; steps are what fits into that time. "
         + "".join(f"{text}. " for text in sorted(set(odd)))
         + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
-        f"of {dloop['num_draft_tokens']} tokens. ms are those of a round. Seeds of an arm are averaged; the interval "
-        f"is that of the first. Command: `python {record['command']} --arm ARM`."
+        f"of {dloop['num_draft_tokens']} tokens. ms are those of a round. Seeds of an arm are averaged; "
+        f"the interval is that of the first. Command: `python {record['command']} --arm ARM`."
     )
 
 

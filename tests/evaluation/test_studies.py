@@ -37,7 +37,9 @@ ARMS = {
 def test_arms_stand_in_order_and_seeds_are_averaged():
     lines = studies.arms_table(ARMS).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| better", "| worse", "| EAGLE-3"]
-    expected = "| better | 2.00 | 2.300 (2.10 .. 2.30) | 2.800 (2.60 .. 2.80) | 6 / 2 | 4.0 | 1.5 | 100 | 2 |"
+    expected = (
+        "| better | 2.00 | 2.300 (2.10 .. 2.30) | 2.800 (2.60 .. 2.80) | 6 / 2 | 4.0 | 1.5 | 100 | 2 (2.200, 2.400) |"
+    )
     assert lines[2] == expected
 
 

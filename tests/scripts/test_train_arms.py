@@ -13,7 +13,7 @@ from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.training.config import DRelayTrainingConfig
-from hf_drelay.training.run import train
+from hf_drelay.training.run import drafter_config, train
 
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "train_arms.py"
@@ -93,3 +93,21 @@ def test_schedule_follows_the_clock(arms, recipe, monkeypatch):
     monkeypatch.setattr(arms.time, "monotonic", lambda: 160.0)
     trainer.create_scheduler(0, optimizer)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
+
+
+def test_arms_of_the_recipe_differ_from_the_first_in_what_they_are_named_after(arms, tmp_path):
+    def choices(arm):
+        fields, run = arms.RECIPE[arm]
+        assert fields is None
+        config = DRelayTrainingConfig(output_dir=str(tmp_path), **run)
+        drafter = drafter_config(config, None).to_dict()
+        assert drafter["target_layer_ids"] == [8, 14, 20, 27]  # one folder of features serves all
+        return {name: drafter[name] for name in ("layout", "block_size", "draft_vocab_size", "num_hidden_layers")} | {
+            name: getattr(config, name) for name in ("start_from_target", "base_loss", "num_anchors", "learning_rate")
+        }
+
+    first, *others = arms.RECIPE
+    for arm in others:
+        base = first if choices(arm)["start_from_target"] or arm == "from random weights" else "from random weights"
+        changed = [name for name, value in choices(arm).items() if value != choices(base)[name]]
+        assert len(changed) == 1, (arm, changed)
