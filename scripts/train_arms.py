@@ -9,15 +9,14 @@ trains a backbone alone from nothing, in the ways that a recipe can choose from.
 one trained backbone (`--base`) with a fresh head. All train for the same minutes on the same responses, on a schedule
 that follows the clock; the target's features are computed before the clock starts. All share the cross-entropy and the
 candidate-support loss of the backbone. EAGLE-3 has no such backbone: it starts from the target's last layer, and its
-row says so. Measured is greedy replay τ on responses that nothing was trained on, with a bootstrap interval over
-responses, DLoop off and on. `--list` names the arms of all studies, `--keep` saves the trained drafter for
-`hf-drelay benchmark`.
+row says so. Measured is greedy replay τ on responses that nothing was trained on, DLoop off and on, with the tokens
+and rounds of each response, from which the table draws its intervals. `--list` names all arms, `--keep`
+saves the trained drafter for `hf-drelay benchmark`.
 """
 
 import argparse
 import json
 import math
-import random
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ from transformers import TrainerCallback
 
 from hf_drelay import DRelayModel
 from hf_drelay.evaluation.records import environment, write_json
-from hf_drelay.evaluation.replay import replay_response, tapped_states
+from hf_drelay.evaluation.replay import ReplayedResponse, replay_response, replay_responses, tapped_states
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.training.config import DRelayTrainingConfig
@@ -190,35 +189,28 @@ def build_arm(base: DRelayModel, target, fields: dict, seed: int) -> DRelayModel
     return drelay
 
 
-def bootstrap_interval(statistics: list[DraftStatistics], num_draws: int = 2000) -> list[float]:
-    """Interval that holds 95 % of τ when the responses are drawn anew."""
-    generator = random.Random(0)
-    pairs = [(sum(s.num_committed), len(s.num_committed)) for s in statistics]
-    draws = []
-    for _ in range(num_draws):
-        drawn = generator.choices(pairs, k=len(pairs))
-        draws.append(sum(committed for committed, _ in drawn) / max(1, sum(rounds for _, rounds in drawn)))
-    draws.sort()
-    return [draws[int(0.025 * num_draws)], draws[int(0.975 * num_draws) - 1]]
-
-
 def measure(drelay: DRelayModel, target, responses, **options) -> dict:
-    """Greedy replay τ on `(tokens, length of the prompt, tapped states)`, and the drafter's ms of a round."""
+    """
+    Greedy replay τ on `(tokens, length of the prompt, tapped states)`, and the drafter's ms of a round, which are
+    measured apart because replay drafts along several responses at a time.
+    """
     view = drelay.eval().with_options(profile=True, **options)
-    each = [
-        replay_response(view, target, ids, prompt_length, states=states)
+    each = replay_responses(
+        ReplayedResponse(view, target, ids, prompt_length, states=states)
         for ids, prompt_length, states in tqdm(responses, desc="replay", unit="response")
-    ]
-    total = DraftStatistics()
+    )
+    total, timed = DraftStatistics(), DraftStatistics()
     for statistics in each:
         total.merge(statistics)
+    for ids, prompt_length, states in responses[:: max(1, len(responses) // 10)]:
+        timed.merge(replay_response(view, target, ids, prompt_length, states=states))
     return {
         "acceptance_length": total.acceptance_length,
-        "interval": bootstrap_interval(each),
+        "responses": [[sum(s.num_committed), len(s.num_committed)] for s in each],  # tokens and rounds
         "mean_stages": total.mean_stages,
         "slot_classes": total.slot_classes,
         "num_rounds": total.num_rounds,
-        "ms_per_round": {phase: ms / total.num_rounds for phase, ms in total.phase_ms.items()},
+        "ms_per_round": {phase: ms / timed.num_rounds for phase, ms in timed.phase_ms.items()},
     }
 
 
@@ -293,6 +285,13 @@ def train_arm(arguments, fields: dict | None, run: dict) -> DRelayTrainer:
     return trainer
 
 
+def reference(study: str, arm: str) -> str:
+    """The arm of the same study that an arm is set against."""
+    if study == "ablation":
+        return "joint" if arm.startswith("joint") else "full"
+    return next(iter(STUDIES[study]))
+
+
 def start_of(fields: dict | None) -> str:
     """What an arm starts from, in words."""
     if fields is None:
@@ -326,6 +325,7 @@ def main() -> None:
         "minutes": arguments.minutes,
         "num_steps": trainer.state.global_step,
         "start": start_of(fields),
+        "against": reference(arguments.study, arguments.arm),
         "trained_parameters": sum(p.numel() for p in drelay.parameters() if p.requires_grad),
         "head_parameters": sum(p.numel() for p in head.parameters()) if use_selector else 0,
         "environment": environment(),

@@ -3,8 +3,10 @@
 The records are those of `scripts/train_arms.py` and `scripts/benchmark_loop.py`.
 """
 
+import random
 import statistics
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .figures import LIGHT, MARKERS, draw_legend, label_axes, start_figure
@@ -14,17 +16,18 @@ WAYS = ("one stage", "DLoop")
 
 
 def arms_table(record: dict) -> str:
-    """Arms of a study as Markdown, a row each; several seeds of an arm are averaged."""
+    """Arms of a study as Markdown, a row each; several seeds of an arm are pooled."""
     lines = [
-        "| arm | head, M parameters | τ (95 % of drawn responses) | τ with DLoop | repairs right / harmful | draft ms "
+        "| arm | head, M parameters | τ (95 %) | against | τ with DLoop | repairs right / harmful | draft ms "
         "| select ms | steps | seeds (τ) |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for arm, rows in _by_arm(record).items():
+    arms = _by_arm(record)
+    for arm, rows in arms.items():
         classes = [row["one stage"]["slot_classes"] for row in rows]
         repairs = [sum(c[name] for c in classes) for name in ("repaired_right", "repaired_harmful")]
         cells = [arm, f"{_mean(rows, 'head_parameters') / 1e6:.2f}"]
-        cells += [_tau(rows, way) for way in WAYS]
+        cells += [_tau(rows, "one stage"), _against(arms, arm), _tau(rows, "DLoop")]
         cells.append(f"{repairs[0]} / {repairs[1]}" if any(repairs) else "")
         cells += [_phase(rows, "draft"), _phase(rows, "select")]
         seeds = ", ".join(f"{row['one stage']['acceptance_length']:.3f}" for row in rows) if len(rows) > 1 else ""
@@ -48,8 +51,9 @@ def arms_circumstances(record: dict) -> str:
         f"{environment['device']}; steps are what fits into that time. "
         + "".join(f"{text}. " for text in sorted(set(odd)))
         + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
-        f"of {dloop['num_draft_tokens']} tokens. ms are those of a round. Seeds of an arm are averaged; "
-        f"the interval is that of the first. Command: `python {record['command']} --arm ARM`."
+        f"of {dloop['num_draft_tokens']} tokens. ms are those of a round. Seeds of an arm are pooled; "
+        f"an interval holds 95 % of 2 000 draws of the responses, and a difference draws the same ones for both arms. "
+        f"Command: `python {record['command']} --arm ARM`."
     )
 
 
@@ -59,7 +63,7 @@ def draw_arms(record: dict, path: Path) -> None:
     figure, axes = start_figure(LIGHT, 0.9 + 0.36 * len(arms))
     for number, way in enumerate(WAYS):
         for place, rows in enumerate(arms.values()):
-            low, high = rows[0][way]["interval"]
+            low, high = tau_interval(rows, way)
             y, color = place + 0.16 * (2 * number - 1), LIGHT.color(number)
             axes.plot([low, high], [y, y], color=color, linewidth=1.6, alpha=0.6)
             taus = [row[way]["acceptance_length"] for row in rows]
@@ -132,9 +136,52 @@ def _mean_tau(rows: list[dict], way: str) -> float:
     return statistics.mean(row[way]["acceptance_length"] for row in rows)
 
 
+def _pooled(rows: list[dict], way: str) -> list[tuple[int, int]]:
+    """Tokens and rounds of each response, all seeds together."""
+    seeds = [row[way]["responses"] for row in rows]
+    return [tuple(map(sum, zip(*response, strict=True))) for response in zip(*seeds, strict=True)]
+
+
+def _ratio(pairs: list[tuple[int, int]]) -> float:
+    return sum(tokens for tokens, _ in pairs) / max(1, sum(rounds for _, rounds in pairs))
+
+
+def _interval(of_draw: Callable[[list[int]], float], num_responses: int, num_draws: int = 2000) -> tuple[float, float]:
+    """What holds 95 % of `of_draw(places)` when the responses are drawn anew."""
+    generator = random.Random(0)
+    draws = sorted(of_draw(generator.choices(range(num_responses), k=num_responses)) for _ in range(num_draws))
+    return draws[int(0.025 * num_draws)], draws[int(0.975 * num_draws) - 1]
+
+
+def tau_interval(rows: list[dict], way: str) -> tuple[float, float]:
+    """95 % interval of τ of the pooled seeds of an arm."""
+    pairs = _pooled(rows, way)
+    return _interval(lambda places: _ratio([pairs[i] for i in places]), len(pairs))
+
+
+def tau_difference(rows: list[dict], others: list[dict], way: str) -> tuple[float, float, float]:
+    """τ of an arm less that of another one on the same responses, and its 95 % interval."""
+    mine, theirs = _pooled(rows, way), _pooled(others, way)
+
+    def difference(places: Iterable[int]) -> float:
+        places = list(places)
+        return _ratio([mine[i] for i in places]) - _ratio([theirs[i] for i in places])
+
+    return difference(range(len(mine))), *_interval(difference, len(mine))
+
+
 def _tau(rows: list[dict], way: str) -> str:
-    low, high = rows[0][way]["interval"]
-    return f"{_mean_tau(rows, way):.3f} ({low:.2f} .. {high:.2f})"
+    low, high = tau_interval(rows, way)
+    return f"{_ratio(_pooled(rows, way)):.3f} ({low:.2f} .. {high:.2f})"
+
+
+def _against(arms: dict[str, list[dict]], arm: str) -> str:
+    reference = arms[arm][0]["against"]
+    if reference == arm or reference not in arms:
+        return ""
+    return "{}: {:+.3f} ({:+.3f} .. {:+.3f})".format(
+        reference, *tau_difference(arms[arm], arms[reference], "one stage")
+    )
 
 
 def _phase(rows: list[dict], phase: str) -> str:
@@ -166,4 +213,6 @@ __all__ = [
     "draw_loop",
     "loop_circumstances",
     "loop_table",
+    "tau_difference",
+    "tau_interval",
 ]

@@ -12,13 +12,13 @@ def row(arm, seed, tau, start="the shared backbone", **fields):
     def way(value):
         return {
             "acceptance_length": value,
-            "interval": [value - 0.1, value + 0.1],
+            "responses": [[round(10 * value) - 1, 10], [round(10 * value) + 1, 10]],
             "slot_classes": {"repaired_right": 3, "repaired_harmful": 1},
             "ms_per_round": {"draft": 4.0, "select": 1.5},
         }
 
     base = {"arm": arm, "seed": seed, "minutes": 5.0, "num_steps": 100 + seed, "start": start}
-    base |= {"head_parameters": 2_000_000, "num_responses": 7, "environment": ENVIRONMENT}
+    base |= {"against": "better", "head_parameters": 2_000_000, "num_responses": 7, "environment": ENVIRONMENT}
     return base | {"one stage": way(tau), "DLoop": way(tau + 0.5)} | fields
 
 
@@ -34,13 +34,24 @@ ARMS = {
 }
 
 
-def test_arms_stand_in_order_and_seeds_are_averaged():
+def test_arms_stand_in_order_and_seeds_are_pooled():
     lines = studies.arms_table(ARMS).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| better", "| worse", "| EAGLE-3"]
-    expected = (
-        "| better | 2.00 | 2.300 (2.10 .. 2.30) | 2.800 (2.60 .. 2.80) | 6 / 2 | 4.0 | 1.5 | 100 | 2 (2.200, 2.400) |"
-    )
-    assert lines[2] == expected
+    taus = "2.300 (2.20 .. 2.40) |  | 2.800 (2.70 .. 2.90)"
+    assert lines[2] == f"| better | 2.00 | {taus} | 6 / 2 | 4.0 | 1.5 | 100 | 2 (2.200, 2.400) |"
+    assert "| better: -0.300 (-0.300 .. -0.300) |" in lines[3]  # both have the same spread, so it cancels
+
+
+def test_interval_holds_the_mean_and_shrinks_with_the_spread():
+    def rows(*responses):
+        return [{"one stage": {"responses": list(responses)}}]
+
+    wide, narrow = rows(*[[2, 2], [6, 2]] * 10), rows(*[[4, 2]] * 20)
+    low, high = studies.tau_interval(wide, "one stage")
+    assert 1.0 < low < 2.0 < high < 3.0
+    assert studies.tau_interval(narrow, "one stage") == (2.0, 2.0)
+    difference, low, high = studies.tau_difference(wide, narrow, "one stage")
+    assert difference == 0.0 and -1.0 < low < 0.0 < high < 1.0
 
 
 def test_circumstances_tell_what_starts_elsewhere():

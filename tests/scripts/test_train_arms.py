@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
-from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.training.config import DRelayTrainingConfig
 from hf_drelay.training.run import drafter_config, train
@@ -25,14 +24,6 @@ def arms():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_interval_holds_the_mean_and_shrinks_with_the_spread(arms):
-    wide = [DraftStatistics(num_committed=[1, 1]), DraftStatistics(num_committed=[3, 3])] * 10
-    narrow = [DraftStatistics(num_committed=[2, 2])] * 20
-    low, high = arms.bootstrap_interval(wide)
-    assert 1.0 < low < 2.0 < high < 3.0
-    assert arms.bootstrap_interval(narrow) == [2.0, 2.0]
 
 
 def test_arms_add_rows_and_replace_their_own(recipe, target_folder, responses_file, tmp_path):
@@ -59,8 +50,9 @@ def test_arms_add_rows_and_replace_their_own(recipe, target_folder, responses_fi
     for row in rows:
         assert row["num_responses"] == 3 and row["num_steps"] >= 1
         for way in ("one stage", "DLoop"):
-            low, high = row[way]["interval"]
-            assert low <= row[way]["acceptance_length"] <= high
+            tokens, rounds = map(sum, zip(*row[way]["responses"], strict=True))
+            assert len(row[way]["responses"]) == 3 and tokens / rounds == row[way]["acceptance_length"]
+    assert [row["against"] for row in rows] == ["joint", "joint", "full", "relay"]
     assert rows[1]["one stage"]["slot_classes"]["repaired_right"] == 0
 
 
