@@ -315,6 +315,8 @@ def main() -> None:
     trainer = train_arm(arguments, fields, run)
     drelay, head = trainer.model, trainer.model.selector
     use_selector = head is not None and trainer.args.train_selector
+    for parameter in drelay.parameters():  # a release holds bfloat16
+        parameter.data = parameter.data.to(torch.bfloat16).float()
     if arguments.keep is not None:
         save_release(drelay, arguments.keep)
     responses = [(e.input_ids[: e.prompt_length + arguments.max_response], e.prompt_length) for e in trainer.held_out]
