@@ -239,6 +239,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--head-learning-rate", type=float, help="default: the learning rate")
     parser.add_argument("--feature-folder")
     parser.add_argument("--keep", type=Path, help="folder to save the trained drafter in")
     parser.add_argument("--output", type=Path)
@@ -269,6 +270,7 @@ def train_arm(arguments, fields: dict | None, run: dict) -> DRelayTrainer:
             "max_steps": 1_000_000,  # minutes end the run
             "warmup_steps": 20,
             "learning_rate": arguments.learning_rate,
+            "head_learning_rate": arguments.head_learning_rate,
             "adam_beta2": 0.95,
             "per_device_train_batch_size": arguments.batch_size,
             "train_sampling_strategy": "group_by_length",

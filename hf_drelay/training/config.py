@@ -56,6 +56,8 @@ class DRelayTrainingConfig(TrainingArguments):
         selector_start (`float`): Share of the training after which the head joins in.
         freeze_backbone (`bool`): Train the head alone.
         num_selector_anchors (`int`): Blocks per sequence that the head is trained on.
+        head_learning_rate (`float`, *optional*): Peak learning rate of the head; by default `learning_rate`. A head
+            that is new beside a trained backbone takes a larger one.
         loop_start (`float`): Share of the training after which stages are unrolled as DLoop drafts them; 1 is never.
         loop_depth (`int`): Stages that are unrolled then.
         loop_tokens (`int`, *optional*): Tokens of such a stage; by default those that the drafter drafts by default.
@@ -98,6 +100,7 @@ class DRelayTrainingConfig(TrainingArguments):
     selector_start: float = _field(0.0, "Where the selector joins in.")
     freeze_backbone: bool = _field(False, "Train the selector alone.")
     num_selector_anchors: int = _field(16, "Blocks per sequence for the selector.")
+    head_learning_rate: float | None = _field(None, "Peak learning rate of the head; default: `learning_rate`.")
     loop_start: float = _field(1.0, "Where stages are unrolled as DLoop drafts them.")
     loop_depth: int = _field(3, "Stages that are unrolled then.")
     loop_tokens: int | None = _field(None, "Tokens of such a stage.")
@@ -141,6 +144,11 @@ class DRelayTrainingConfig(TrainingArguments):
             raise ValueError(
                 f"`base_anchor_end` {self.base_anchor_end} hands the loss over from the backbone to the head from the "
                 "first step on; leave out `freeze_backbone` and `selector_start`."
+            )
+        if self.head_learning_rate is not None and (self.head_learning_rate <= 0 or not self.train_selector):
+            raise ValueError(
+                f"`head_learning_rate` is {self.head_learning_rate}; expected a number above 0 for a head that is "
+                "trained. Leave it out for that of the backbone."
             )
         if self.target_dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"`target_dtype` is {self.target_dtype!r}; expected float32, bfloat16 or float16.")

@@ -179,6 +179,19 @@ class DRelayTrainer(Trainer):
             if self.features.folder is not None:
                 self.features.folder.flush()
 
+    def create_optimizer(self, *args, **kwargs):
+        """As in transformers; the head's parameters get groups of their own when they have their own learning rate."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        rate, head = self.args.head_learning_rate, self.model.selector
+        if rate is None or head is None:
+            return optimizer
+        of_head = {id(parameter) for parameter in head.parameters()}
+        for group in list(optimizer.param_groups):
+            own = [parameter for parameter in group["params"] if id(parameter) in of_head]
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in of_head]
+            optimizer.add_param_group({**group, "params": own, "lr": rate})
+        return optimizer
+
     def _get_train_sampler(self, train_dataset=None):
         if self.args.train_sampling_strategy != "group_by_length":
             return super()._get_train_sampler(train_dataset)

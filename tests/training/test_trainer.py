@@ -191,6 +191,24 @@ class TestSchedule:
         assert self._shares(trainer) == pytest.approx(expected)
 
 
+class TestLearningRate:
+    def test_head_has_its_own_rate_and_every_parameter_is_in_one_group(self, target, tmp_path):
+        trainer = make_trainer(target, tmp_path, learning_rate=1e-3, head_learning_rate=5e-3, weight_decay=0.1)
+        optimizer = trainer.create_optimizer()
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        assert len(rates) == sum(len(group["params"]) for group in optimizer.param_groups)
+        model = trainer.model
+        assert {rates[id(p)] for p in model.selector.parameters()} == {5e-3}
+        assert {rates[id(p)] for p in model.drafter.parameters()} == {1e-3}
+        decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        assert {decays[id(p)] for p in model.selector.parameters()} == {0.0, 0.1}
+
+    @pytest.mark.parametrize("fields", [{"head_learning_rate": 0.0}, {"train_selector": False}])
+    def test_rate_without_a_meaning_raises(self, tmp_path, fields):
+        with pytest.raises(ValueError, match="head_learning_rate"):
+            DRelayTrainingConfig(output_dir=str(tmp_path), **{"head_learning_rate": 1e-3} | fields)
+
+
 class TestAnchors:
     @staticmethod
     def _anchors(trainer, monkeypatch) -> list[tuple]:
