@@ -54,6 +54,7 @@ ABLATION: dict[str, tuple[dict, dict]] = {
     "joint, without candidate support": ({}, {"support_weight": 0.0}),
     "joint, contribution weight": ({}, {"contribution_start": 0.0}),
     "joint, soft targets": ({}, {"base_loss": "kl"}),
+    "joint, soft targets of the head": ({}, {"head_kl_share": 0.5}),
     "joint, D-PACE": ({}, {"slot_weight": "dpace"}),
     "joint, loop-aware": ({}, LOOP_RUN),
 }

@@ -66,7 +66,7 @@ class DRelayTrainingConfig(TrainingArguments):
         base_anchor_end (`float`): Share of the training over which the base loss hands over to the head's, as Domino
             does; 0 keeps both.
         base_loss, soft_weight, slot_weight, decay, support_weight, support_margin, repair_weight, head_l1_share,
-        confidence_weight, contribution_floor, chunk_rows: See [`ObjectiveConfig`].
+        head_kl_share, confidence_weight, contribution_floor, chunk_rows: See [`ObjectiveConfig`].
         num_soft_targets (`int`): Tokens of the target's distribution that the losses with soft targets look at.
 
     > Stopping
@@ -114,6 +114,7 @@ class DRelayTrainingConfig(TrainingArguments):
     support_margin: float = _field(0.5, "Margin of the candidate-support loss.")
     repair_weight: float = _field(1.0, "Weight of the head's loss.")
     head_l1_share: float = _field(0.0, "Share of the distance from the target's distribution in it.")
+    head_kl_share: float = _field(0.0, "Share of the divergence from the target's distribution in it.")
     confidence_weight: float = _field(1.0, "Weight of the confidence's loss.")
     base_anchor_end: float = _field(0.0, "Where the base loss has handed over to the head's.")
     contribution_floor: float = _field(0.1, "Least contribution weight.")

@@ -47,6 +47,8 @@ class ObjectiveConfig:
         repair_weight (`float`): Weight of the head's loss, 0 trains the backbone alone.
         head_l1_share (`float`): Share of the distance `|q - p|_1` in the head's loss, the rest is the negative
             log-likelihood; DSpark (arXiv 2607.05147) has 0.9.
+        head_kl_share (`float`): Share of the divergence from the target's distribution among the pool in the head's
+            loss.
         confidence_weight (`float`): Weight of the confidence's loss, for heads that have one.
         contribution (`float`): Share (0..1) of the contribution weight in the slot weight of `L_rep`; the rest is the
             decay.
@@ -67,6 +69,7 @@ class ObjectiveConfig:
     support_margin: float = 0.5
     repair_weight: float = 1.0
     head_l1_share: float = 0.0
+    head_kl_share: float = 0.0
     confidence_weight: float = 1.0
     contribution: float = 0.0
     contribution_floor: float = 0.1
@@ -79,9 +82,14 @@ class ObjectiveConfig:
         for name, allowed in (("base_loss", BASE_LOSSES), ("slot_weight", SLOT_WEIGHTS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"`{name}` is {getattr(self, name)!r}; expected one of {allowed}.")
-        for name in ("soft_weight", "head_l1_share"):
+        for name in ("soft_weight", "head_l1_share", "head_kl_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; expected a share between 0 and 1.")
+        if self.head_l1_share + self.head_kl_share > 1:
+            raise ValueError(
+                f"`head_l1_share` {self.head_l1_share} and `head_kl_share` {self.head_kl_share} are together more "
+                "than the whole loss; lower one of them."
+            )
 
     @property
     def has_soft_base(self) -> bool:
@@ -149,7 +157,7 @@ class JointObjective:
     @property
     def needs_soft_targets(self) -> bool:
         """Whether a loss looks at the target's distribution."""
-        of_head = self.trains_selector and self.config.head_l1_share > 0
+        of_head = self.trains_selector and self.config.head_l1_share + self.config.head_kl_share > 0
         return self.config.has_soft_base or of_head or self.trains_confidence
 
     @property
@@ -335,11 +343,19 @@ class JointObjective:
         else:
             loss = self._weighted_mean(-own, covered * weight)
         terms["repair"] = loss.detach()
-        if self.config.head_l1_share or self.trains_confidence:
-            distance = restricted_l1(log_probs, inputs.pool.ids, self._teacher(batch, blocks, stage.offset))
+        l1_share, kl_share = self.config.head_l1_share, self.config.head_kl_share
+        loss = (1 - l1_share - kl_share) * loss
+        if l1_share or kl_share or self.trains_confidence:
+            p = mass_in_pool(inputs.pool.ids, self._teacher(batch, blocks, stage.offset))
+        if l1_share or self.trains_confidence:
+            distance = restricted_l1(log_probs, p)
             l1 = self._weighted_mean(distance, valid * weight)
-            loss = (1 - self.config.head_l1_share) * loss + self.config.head_l1_share * l1
+            loss = loss + l1_share * l1
             terms["head_l1"] = l1.detach()
+        if kl_share:
+            kl = self._weighted_mean(restricted_kl(log_probs, p), valid * weight)
+            loss = loss + kl_share * kl
+            terms["head_kl"] = kl.detach()
         if self.trains_confidence:
             # The chance that rejection sampling accepts; it is a label, so it carries no gradient.
             accepted = (1 - distance / 2).detach()
@@ -392,15 +408,26 @@ class JointObjective:
         return (values * weights).sum() / self.share(weights.sum()).clamp(min=1e-6)
 
 
-def restricted_l1(log_probs: torch.FloatTensor, pool_ids: torch.LongTensor, teacher: SoftTargets) -> torch.FloatTensor:
+def mass_in_pool(pool_ids: torch.LongTensor, teacher: SoftTargets) -> torch.FloatTensor:
     """
-    `sum |q - p|` `(N, K)` over the whole vocabulary, for a q of `log_probs` `(N, K, C)` that is zero outside the pool
-    `pool_ids` `(N, K, C)`. Of p the `teacher`'s best tokens `(N, K, k)` are known; it counts as zero elsewhere in the
-    pool, and all of its mass outside the pool counts.
+    The target's probability `(N, K, C)` of every candidate in `pool_ids` `(N, K, C)`. The `teacher`'s best tokens
+    `(N, K, k)` are known; what is not among them counts as zero.
     """
     same = pool_ids[..., :, None] == teacher.ids[..., None, :]
-    p = (same * teacher.log_probs.exp()[..., None, :]).sum(dim=-1)
+    return (same * teacher.log_probs.exp()[..., None, :]).sum(dim=-1)
+
+
+def restricted_l1(log_probs: torch.FloatTensor, p: torch.FloatTensor) -> torch.FloatTensor:
+    """
+    `sum |q - p|` `(N, K)` over the whole vocabulary, for a q of `log_probs` `(N, K, C)` that is zero outside the pool;
+    of `p` `(N, K, C)`, see `mass_in_pool`, all of the mass outside the pool counts.
+    """
     return (log_probs.exp() - p).abs().sum(dim=-1) + (1 - p.sum(dim=-1)).clamp(min=0)
+
+
+def restricted_kl(log_probs: torch.FloatTensor, p: torch.FloatTensor) -> torch.FloatTensor:
+    """`sum p log(p / q)` `(N, K)` over the pool; a slot counts as much as the pool holds of the target's mass."""
+    return torch.special.xlogy(p, p).sum(dim=-1) - (p * log_probs).sum(dim=-1)
 
 
 def contribution_weights(accepted: torch.FloatTensor) -> torch.FloatTensor:
@@ -416,4 +443,11 @@ def contribution_weights(accepted: torch.FloatTensor) -> torch.FloatTensor:
     return reach * (1 + torch.stack(follow[::-1], dim=1))
 
 
-__all__ = ["JointObjective", "ObjectiveConfig", "contribution_weights", "restricted_l1"]
+__all__ = [
+    "JointObjective",
+    "ObjectiveConfig",
+    "contribution_weights",
+    "mass_in_pool",
+    "restricted_kl",
+    "restricted_l1",
+]

@@ -102,7 +102,7 @@ class DRelayTrainer(Trainer):
                 f"A drafter with the backbone {model.config.backbone!r} was trained together with its target; it "
                 "cannot be trained here."
             )
-        for name in ("head_l1_share", "base_anchor_end"):
+        for name in ("head_l1_share", "head_kl_share", "base_anchor_end"):
             if getattr(args, name) and (model.selector is None or not args.train_selector):
                 raise ValueError(f"`{name}` {getattr(args, name)} needs a head that is trained; set it to 0.")
         target.requires_grad_(False).eval()

@@ -11,7 +11,7 @@ from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.training.config import DRelayTrainingConfig
 from hf_drelay.training.data import ResponseExample
 from hf_drelay.training.features import SoftTargets
-from hf_drelay.training.objective import restricted_l1
+from hf_drelay.training.objective import mass_in_pool, restricted_kl, restricted_l1
 from hf_drelay.training.trainer import DRelayTrainer
 from hf_drelay.training.unroll import ChainUnroll
 
@@ -23,6 +23,7 @@ EAGLE3 = {"backbone": "eagle3", "use_mask_embedding": False}
 # Fields of the drafter and arguments of the run, by name: the published recipe where there is one.
 DRAFTERS: dict[str, tuple[dict, dict]] = {
     "relay": ({"head": "relay", **RELAY}, {}),
+    "relay, soft targets": ({"head": "relay", **RELAY}, {"head_kl_share": 0.5}),
     "independent": ({"head": "independent"}, {}),
     "independent, D-PACE": ({"head": "independent"}, {"slot_weight": "dpace"}),
     "bilinear": ({"head": "bilinear", "head_rank": 4, "conv_kernel_size": 2}, {}),
@@ -146,14 +147,25 @@ class TestDistance:
         return SoftTargets(top.indices, top.values)
 
     def test_whole_target_gives_the_distance_over_the_vocabulary(self):
-        distance = restricted_l1(self.log_q, self.pool.ids, self.teacher(V))
+        distance = restricted_l1(self.log_q, mass_in_pool(self.pool.ids, self.teacher(V)))
         torch.testing.assert_close(distance, (self.q - self.target.exp()).abs().sum(-1))
 
     def test_unknown_mass_counts_as_outside_the_pool(self):
         known = torch.zeros_like(self.q).scatter(2, self.teacher(6).ids, self.teacher(6).log_probs.exp())
         inside = known.gather(2, self.pool.ids)
         distance = (self.log_q.exp() - inside).abs().sum(-1) + 1 - inside.sum(-1)
-        torch.testing.assert_close(restricted_l1(self.log_q, self.pool.ids, self.teacher(6)), distance)
+        p = mass_in_pool(self.pool.ids, self.teacher(6))
+        torch.testing.assert_close(p, inside)
+        torch.testing.assert_close(restricted_l1(self.log_q, p), distance)
+
+    def test_divergence_is_the_sum_over_the_pool_and_least_at_the_law_of_the_target(self):
+        p = mass_in_pool(self.pool.ids, self.teacher(V))
+        divergence = restricted_kl(self.log_q, p)
+        expected = (p * (p.log() - self.log_q)).sum(-1)
+        torch.testing.assert_close(divergence, expected)
+        share = p / p.sum(-1, keepdim=True)
+        assert (restricted_kl(share.log(), p) < divergence).all()
+        assert restricted_kl(self.log_q, torch.zeros_like(p)).eq(0).all()  # nothing known of the pool
 
 
 def test_confidence_learns_the_chance_of_acceptance(target, tmp_path):
