@@ -50,7 +50,7 @@ ABLATION: dict[str, tuple[dict, dict]] = {
     "full": ({}, {"freeze_backbone": True}),
     "full, contribution weight": ({}, {"freeze_backbone": True, "contribution_start": 0.0}),
     "joint": ({}, {}),
-    "joint, backbone alone": ({}, {"train_selector": False}),
+    "joint, backbone alone": ({}, {"train_selector": False, "head_learning_rate": None}),
     "joint, without candidate support": ({}, {"support_weight": 0.0}),
     "joint, contribution weight": ({}, {"contribution_start": 0.0}),
     "joint, soft targets": ({}, {"base_loss": "kl"}),
@@ -76,7 +76,8 @@ COMPARISON: dict[str, tuple[dict, dict]] = {
             "use_own_head": True,
             "use_mask_embedding": False,
         },
-        {"base_loss": "kl", "soft_weight": 1.0, "decay": 4.48},  # 0.8 per step
+        # 0.8 per step; nothing of it is trained yet, so all of it takes the rate of the heads.
+        {"base_loss": "kl", "soft_weight": 1.0, "decay": 4.48, "learning_rate": 1e-3, "head_learning_rate": None},
     ),
 }
 # The sizes of the demo drafter; the first arm is what its recipe does.
@@ -91,6 +92,8 @@ def backbone(from_target: bool = True, sizes: dict | None = None, **run) -> tupl
         "train_selector": False,
         "base_loss": "kl",
         "soft_weight": 0.5,
+        "learning_rate": 1e-3,
+        "head_learning_rate": None,
         **run,
     }
 
@@ -239,8 +242,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--head-learning-rate", type=float, help="default: the learning rate")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the trained backbone")
+    parser.add_argument("--head-learning-rate", type=float, default=1e-3)
     parser.add_argument("--feature-folder")
     parser.add_argument("--keep", type=Path, help="folder to save the trained drafter in")
     parser.add_argument("--output", type=Path)
