@@ -14,6 +14,7 @@ _MODULE_OF = {
     "DRelayModel": "hf_drelay.modeling.modeling_drelay",
     "DRelaySelectorModel": "hf_drelay.modeling.modeling_selector",
     "load_demo_target": "hf_drelay.targets",
+    "push_model": "hf_drelay.hub.push",  # what `DRelayModel.push_to_hub` calls
 }
 
 __all__ = ["DRelayConfig", "DRelayDrafterModel", "DRelayModel", "DRelaySelectorModel", "load_demo_target"]

@@ -1,12 +1,13 @@
 """DRelay: the parallel drafter and the selector together, and what `generate(assistant_model=...)` needs of them."""
 
 import json
+import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import cached_file
+from transformers.utils import cached_file, logging
 
 from .checkpoint_formats import Imported, import_checkpoint, is_public_format
 from .configuration_drelay import DRelayConfig, DRelayDrafterConfig, DRelaySelectorConfig
@@ -23,6 +24,9 @@ from .modeling_mtp import MtpDrafter, SharedCacheDrafter, SharedCacheSession, mo
 from .modeling_selector import DRelaySelectorModel
 from .modeling_token_heads import BilinearHead, MarkovHead, RecurrentHead
 from .target_adapter import HeadRows, TargetAdapter
+
+
+logger = logging.get_logger(__name__)
 
 
 class DRelayModel(DRelayPreTrainedModel):
@@ -190,6 +194,42 @@ class DRelayModel(DRelayPreTrainedModel):
             )
         tensors = read_tensors(pretrained_model_name_or_path, **hub)
         return cls.from_imported(import_checkpoint(config, tensors, **fields), dtype=kwargs.get("dtype"))
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As in transformers, but publishing is `push_to_hub` alone, because it needs a card and a check."""
+        if kwargs.get("push_to_hub"):
+            raise ValueError(
+                "`push_to_hub=True` would publish a folder without a card that nobody checked; save first, then call "
+                "`push_to_hub(repo_id)`."
+            )
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **options):
+        """
+        Publish the drafter as a complete repository: weights, configuration, code, model card and measured results,
+        uploaded only when it loads in a clean process and drafts losslessly there.
+
+        That takes the package `hf_drelay`. A model whose code came with a repository (`trust_remote_code=True`) is
+        pushed as transformers pushes any other: weights, configuration and that code, unchecked.
+
+        Args:
+            repo_id (`str`): `owner/name`, or a name under the account that is logged in.
+            options: Those of `push_to_hub` in transformers; with the package also `card`, the words of the model card
+                (by default the `card.yaml` of the folder that the model was loaded from), and `target`, the folder or
+                Hub id of the target to check with.
+
+        Returns:
+            `CommitInfo`: The commit, or the pull request.
+        """
+        # These files are a part of the package, or of a repository, which has no such function.
+        push_model = getattr(sys.modules.get(__name__.partition(".")[0]), "push_model", None)
+        if push_model is not None:
+            return push_model(self, repo_id, **options)
+        logger.warning(
+            "Pushing weights, configuration and code without a model card and unchecked. For a complete repository "
+            "install `hf_drelay` and load the drafter with `hf_drelay.DRelayModel.from_pretrained`."
+        )
+        return super().push_to_hub(repo_id, **options)
 
     @classmethod
     def from_imported(cls, imported: Imported, dtype=None) -> "DRelayModel":

@@ -22,7 +22,7 @@ def push(
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
 ) -> None:
     """Publish a drafter: build its repository, check it in a clean process, upload it."""
-    from hf_drelay.hub.push import build_repository, check_repository
+    from hf_drelay.hub.push import full_repo_id, prepare
     from hf_drelay.hub.push import push as upload
 
     with errors_as_sentences(), tempfile.TemporaryDirectory() as scratch:
@@ -30,16 +30,25 @@ def push(
             raise ValueError("`repo_id` is missing: name the repository as `owner/name`, or use `--dry-run`.")
         if dry_run and output is None:
             raise ValueError("`--dry-run` needs `--output`: the folder to write the repository to.")
-        repository = build_repository(folder, output or Path(scratch) / "repository", repo_id)
+        if not dry_run:
+            repo_id = full_repo_id(repo_id)
         try:
-            report = check_repository(repository, target)
+            repository, report = prepare(folder, output or Path(scratch) / "repository", repo_id, target=target)
         except RuntimeError as error:
             raise ValueError(f"Not published. {error}") from error
         typer.echo(f"{repository}: lossless on {len(report['prompts'])} greedy texts in a clean process")
         for path in sorted(path for path in repository.rglob("*") if path.is_file()):
             typer.echo(f"  {path.relative_to(repository)}  {path.stat().st_size}")
         if not dry_run:
-            typer.echo(upload(folder, repo_id, repository, private=private, revision=revision, create_pr=create_pr))
+            commit = upload(
+                repository,
+                repo_id,
+                private=private or None,  # without the flag an organization's own default holds
+                revision=revision,
+                create_pr=create_pr,
+                commit_description=f"From the checkpoint {folder.resolve().name}.",
+            )
+            typer.echo(commit.pr_url or commit.commit_url)
 
 
 def space(

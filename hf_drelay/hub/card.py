@@ -6,29 +6,32 @@ belong to it. Everything with a number in it comes from `config.json`, `training
 
 import json
 import textwrap
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 import yaml
-from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData
-from huggingface_hub import eval_result_entries_to_yaml as entries_to_yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .results import measurements, read_records, results_section
 
 
 CARD_FILE = "card.yaml"
 TAGS = ["speculative-decoding", "draft-model", "custom_code", "hf-drelay"]
-_REQUIRED = ("title", "license", "language", "training", "limits")
+REQUIRED = ("license", "language", "training")
 _DEFAULTS = {
     "base_model_relation": None,
     "chat": "the target's default chat template; other templates lower the speed, not the quality.",
     "data": [],
     "languages_note": "the languages named above; others lower the speed, not the quality.",
     "license_note": "The weights have the licence named above; the target's own licence applies to the target.",
+    "limits": "Made for the target named above and the text it was trained on. Other text is decoded correctly, but "
+    "fewer drafts are accepted.",
     "long_context": "not measured beyond the lengths of the results above.",
     "quantized": "not measured; a quantised target accepts fewer drafts than the one the drafter was trained for.",
     "results": [],
     "result_datasets": {},
+    "title": None,
 }
 _CONFIG_FIELDS = (
     "layout",
@@ -61,14 +64,16 @@ def read_card_file(folder: Path) -> dict:
     if not path.is_file():
         raise OSError(
             f"{folder} has no `{CARD_FILE}`, so its model card cannot be written. Copy the one of a folder in "
-            f"`hub_cards/` and say what is true of your drafter: {', '.join(_REQUIRED)}."
+            f"`hub_cards/` and say what is true of your drafter, at least {', '.join(REQUIRED)}."
         )
     words = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    missing = [name for name in _REQUIRED if not words.get(name)]
-    unknown = sorted(set(words) - set(_REQUIRED) - set(_DEFAULTS))
+    if not isinstance(words, dict):
+        raise ValueError(f"`{path}` holds {type(words).__name__}, not entries such as `license: apache-2.0`.")
+    missing = [name for name in REQUIRED if not words.get(name)]
+    unknown = sorted(set(words) - set(REQUIRED) - set(_DEFAULTS))
     if missing or unknown:
         problem = f"lacks `{missing[0]}`" if missing else f"has the unknown entry `{unknown[0]}`"
-        raise ValueError(f"`{path}` {problem}; it takes {sorted({*_REQUIRED, *_DEFAULTS})}.")
+        raise ValueError(f"`{path}` {problem}; it takes {sorted({*REQUIRED, *_DEFAULTS})}.")
     return _DEFAULTS | words
 
 
@@ -80,10 +85,17 @@ def result_files(folder: Path, words: dict) -> list[Path]:
             raise OSError(
                 f"`results` of {Path(folder) / CARD_FILE} names {path}, which does not exist; measure first."
             )
+    names = [path.name for path in paths]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ValueError(
+            f"`results` of {Path(folder) / CARD_FILE} names two files called {double}; they are published side by "
+            "side, so rename one."
+        )
     return paths
 
 
-def render_card(folder: str | Path, repo_id: str | None = None) -> str:
+def render_card(folder: str | Path, repo_id: str | None = None, tags: Sequence[str] = ()) -> str:
     """
     The card of a checkpoint folder, front matter included.
 
@@ -91,11 +103,13 @@ def render_card(folder: str | Path, repo_id: str | None = None) -> str:
         folder (`str` or `Path`): Holds `config.json`, weights, `card.yaml` and, where there is one,
             `training_log.json`.
         repo_id (`str`, *optional*): Where it will be published; the folder's name by default.
+        tags (`Sequence[str]`): Further tags of the front matter.
     """
     folder = Path(folder)
     repo_id = repo_id or folder.resolve().name
     words = read_card_file(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    words["title"] = words["title"] or f"DRelay drafter for {config['target_name_or_path'].rpartition('/')[2]}"
     records = read_records(result_files(folder, words))
     template = files("hf_drelay.hub.templates").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
     content = (
@@ -111,12 +125,15 @@ def render_card(folder: str | Path, repo_id: str | None = None) -> str:
             citation=_CITATION,
         )
     )
-    data = card_data(words, config, records, repo_id)
+    data = card_data(words, config, records, repo_id, tags)
     return f"---\n{data.to_yaml()}\n---\n\n{content.rstrip()}\n"
 
 
-def card_data(words: dict, config: dict, records: dict, repo_id: str) -> ModelCardData:
-    """Front matter by the conventions of the Hub."""
+def card_data(words: dict, config: dict, records: dict, repo_id: str, tags: Sequence[str] = ()) -> ModelCardData:
+    """
+    Front matter by the conventions of the Hub. Speedups are entries of its `model-index`: the newer `.eval_results/`
+    takes scores of registered benchmarks only, and none of these scores a speedup.
+    """
     results = [
         EvalResult(
             task_type="text-generation",
@@ -138,26 +155,8 @@ def card_data(words: dict, config: dict, records: dict, repo_id: str) -> ModelCa
         license=words["license"],
         model_name=repo_id.rpartition("/")[2] if results else None,
         pipeline_tag="text-generation",
-        tags=TAGS,
+        tags=list(dict.fromkeys([*TAGS, *tags])),
     )
-
-
-def eval_result_files(folder: str | Path) -> dict[str, str]:
-    """Contents of `.eval_results/`: one YAML file for each data set of the results, by file name."""
-    words = read_card_file(Path(folder))
-    found: dict[str, list[EvalResultEntry]] = {}
-    for entry in measurements(read_records(result_files(Path(folder), words)), words["result_datasets"]):
-        found.setdefault(entry["prompts"], []).append(
-            EvalResultEntry(
-                dataset_id=entry["dataset"],
-                task_id=f"speedup_{entry['way'].replace(' + ', '_').replace(' ', '_').lower()}",
-                value=round(entry["speedup"], 4),
-                notes=entry["notes"],
-            )
-        )
-    return {
-        f"{name}.yaml": yaml.safe_dump(entries_to_yaml(entries), sort_keys=False) for name, entries in found.items()
-    }
 
 
 def check_card(text: str) -> None:

