@@ -7,12 +7,13 @@ visitors wait in the queue.
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from hf_drelay.modeling.configuration_drelay import PROPOSALS
 
 from . import render
-from .engine import DemoEngine, DemoLimits, DemoSettings, PromptError
+from .engine import DemoEngine, DemoLimits, DemoSettings, Progress, PromptError
 from .pieces import token_pieces
 
 
@@ -24,6 +25,10 @@ EXAMPLES = [
 _MAX_TURNS = 20  # kept in a visitor's session
 _REFRESH_S = 0.08  # the browser gains nothing from faster updates
 _QUEUE_SIZE = 32
+# What a call asks of a shared device: time to get the models there and to warm up, then a pace that holds for targets
+# of some billion weights.
+_DEVICE_START_S = 20
+_DEVICE_TOKENS_PER_S = 10
 
 # Clicks and the Enter key on a round reach Python with the numbers of turn and round.
 _ON_LOAD = """
@@ -47,13 +52,14 @@ watch("value", () => {
 """
 
 
-def build_app(engine: DemoEngine, on_device=lambda function: function):
+def build_app(engine: DemoEngine, on_device=lambda function, duration_s: function):
     """
     The application as `gradio.Blocks`, to be handed to `launch`.
 
     Args:
         engine (`DemoEngine`): Target and drafters.
-        on_device (`Callable`, *optional*): Decorates the functions that call the model, as `spaces.GPU` does.
+        on_device (`Callable`, *optional*): `on_device(function, duration_s)` decorates the functions that call the
+            model, as `spaces.GPU` does, with the seconds that one call may take.
 
     Raises:
         ImportError: If gradio is missing.
@@ -132,11 +138,17 @@ def build_app(engine: DemoEngine, on_device=lambda function: function):
         controls = [drafter, selector, loops, gate, stages, length, temperature, proposal, max_new, seed]
         on_chat = {"inputs": [prompt, turns, *controls], "outputs": [chat, figures, turns, prompt, pools]}
         calls = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
-        answer = on_device(page.answer)
+        answer = on_device(page.answer, device_seconds(engine.limits, num_calls=1))
         events = [event(answer, **on_chat, **calls) for event in (send.click, prompt.submit)]
-        run_race = on_device(page.race)
-        events.append(start.click(run_race, [race_prompt, *controls], race, **calls))
+        measure = on_device(page.measure, device_seconds(engine.limits, num_calls=2))
+        measured = gr.State(None)
+        events.append(start.click(measure, [race_prompt, *controls], [race, measured], **calls))
+        # It calls no model, so it neither holds a device nor waits for other visitors.
+        showing = {"concurrency_limit": None, "show_progress": "hidden"}
+        replay = events[-1].success(page.replay, measured, race, **showing)
         light = {"queue": False, "show_progress": "hidden"}
+        start.click(None, cancels=[replay], **light)  # the next race has the lanes for itself
+        events.append(replay)
         stop.click(None, cancels=events, **light)
         clear.click(page.clear, None, on_chat["outputs"], cancels=events, **light)
 
@@ -161,6 +173,19 @@ def style() -> str:
     return (Path(__file__).with_name("style.css")).read_text(encoding="utf-8")
 
 
+def device_seconds(limits: DemoLimits, num_calls: int) -> int:
+    """Seconds that an event with `num_calls` calls of the model may take on a shared device."""
+    return _DEVICE_START_S + num_calls * limits.max_new_tokens // _DEVICE_TOKENS_PER_S
+
+
+@dataclass
+class MeasuredRace:
+    """Both runs of a race, the drafted one first."""
+
+    results: list[Progress]
+    is_greedy: bool
+
+
 class Page:
     """What the page's events do. Free of any user interface but HTML, so that it can be tested without a browser."""
 
@@ -183,6 +208,8 @@ class Page:
         reply = render.Turn("assistant", "", loop_gate=settings.loop_gate)
         turns = [*turns, *notes, render.Turn("user", prompt), reply]
         yield self._chat(turns), render.figures([], 0, 0.0), turns, "", closed
+        if not self.engine.is_warm:
+            self.engine.warm_up()
         for progress in _thinned(self.engine.run(inputs, settings)):
             reply.rounds = progress.rounds
             ids = [token for traced in progress.rounds for token in traced.committed_ids]
@@ -190,22 +217,36 @@ class Page:
             figures = render.figures(progress.rounds, len(ids), progress.tokens_per_s)
             yield self._chat(turns), figures, turns, "", closed
 
-    def race(self, prompt: str, *controls):
-        """Run `prompt` with and without the drafter, then replay both; yields HTML."""
+    def measure(self, prompt: str, *controls):
+        """
+        Run `prompt` with the drafter and without, after a few tokens of both that are not measured.
+
+        Yields:
+            `(html, measured)`: What to show, and at the end the [`MeasuredRace`], `None` before.
+        """
         settings = self._settings(*controls)
         try:
             inputs, _ = self.engine.encode([{"role": "user", "content": prompt}])
         except PromptError as error:
-            yield render.race([], f'<div class="dr-msg dr-msg-note" role="alert">{error}</div>')
+            yield render.race([], f'<div class="dr-msg dr-msg-note" role="alert">{error}</div>'), None
             return
         lanes, results = self._lanes(), []
+        yield render.race(lanes, "Warming up …"), None
+        self.engine.warm_up(inputs, settings)
         for lane, is_drafted in zip(lanes, (True, False), strict=True):
             for progress in _thinned(self.engine.run(inputs, settings, is_drafted=is_drafted)):
                 lane.num_tokens, lane.elapsed_s = len(progress.token_ids), progress.elapsed_s
-                yield render.race(lanes, f"Measuring: {lane.name} …")
+                yield render.race(lanes, f"Measuring: {lane.name} …"), None
             results.append(progress)
-        yield from self._replay(lanes, results)
-        yield render.race(lanes, _verdict(*results, is_greedy=settings.temperature == 0))
+        yield render.race(lanes, "Measured"), MeasuredRace(results, is_greedy=settings.temperature == 0)
+
+    def replay(self, measured: MeasuredRace | None):
+        """Show both runs at the pace that was measured, and the result; yields HTML, nothing without a race."""
+        if measured is None:
+            return
+        lanes = self._lanes()
+        yield from self._replay(lanes, measured.results)
+        yield render.race(lanes, _verdict(*measured.results, is_greedy=measured.is_greedy))
 
     def clear(self):
         """An empty conversation."""

@@ -16,6 +16,7 @@ from transformers import set_seed
 
 # Longer texts are refused without counting their tokens: the longest tokens of a vocabulary have about this size.
 _CHARACTERS_PER_TOKEN = 32
+_WARM_UP_TOKENS = 16  # some rounds of drafting, and as many plain steps
 _MODES = {"thinking": {"enable_thinking": True}, "non_thinking": {"enable_thinking": False}}
 
 
@@ -95,6 +96,7 @@ class DemoEngine:
         self.tokenizer = tokenizer
         self.drafters = drafters
         self.limits = limits or DemoLimits()
+        self.is_warm = False
         for drelay in drafters.values():
             drelay.adapter(target)  # an error that names what does not fit, before anybody waits for an answer
 
@@ -158,13 +160,22 @@ class DemoEngine:
         finally:
             call.stop()
 
-    def warm_up(self) -> None:
-        """Run every drafter for a few tokens: first calls pay for kernels and memory."""
-        inputs, _ = self.encode([{"role": "user", "content": "a"}])
-        for name in self.drafters:
-            settings = replace(self.default_settings(), drafter=name, max_new_tokens=4, num_draft_tokens=1)
+    def warm_up(self, inputs: dict | None = None, settings: DemoSettings | None = None) -> None:
+        """
+        Decode a few tokens with the drafter and without: first calls pay for kernels, memory and threads.
+
+        Args:
+            inputs (`dict`, *optional*): From `encode`; default: a short prompt. Kernels are chosen by the length.
+            settings (`DemoSettings`, *optional*): Of the call to come; default: those of every drafter in turn.
+        """
+        if inputs is None:
+            inputs, _ = self.encode([{"role": "user", "content": "a"}])
+        defaults = [replace(self.default_settings(), drafter=name) for name in self.drafters]
+        for case in defaults if settings is None else [settings]:
+            short = replace(case, max_new_tokens=min(case.max_new_tokens, _WARM_UP_TOKENS))
             for is_drafted in (True, False):
-                list(self.run(inputs, settings, is_drafted=is_drafted))
+                list(self.run(inputs, short, is_drafted=is_drafted))
+        self.is_warm = True
 
     def _view(self, settings: DemoSettings):
         drelay = self.drafters[settings.drafter]

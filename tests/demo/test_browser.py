@@ -145,6 +145,20 @@ def test_race_is_run_and_won_by_someone(visit, width):
     picture(page, f"race_{width}")
 
 
+def test_race_with_an_empty_prompt_says_so_and_the_next_one_runs(visit):
+    page = visit()
+    page.get_by_role("tab", name="Race").click()
+    page.fill("#dr-race-prompt textarea", "  ")
+    page.click("#dr-start")
+    page.wait_for_selector("#dr-race [role=alert] >> text=The prompt is empty")
+    page.fill("#dr-race-prompt textarea", "abcab")
+    page.click("#dr-start")
+    page.wait_for_selector("#dr-race >> text=the speed of plain decoding")
+    page.click("#dr-start")  # a second race over the first one's result
+    page.wait_for_selector("#dr-race >> text=Warming up")
+    page.wait_for_selector("#dr-race >> text=the speed of plain decoding")
+
+
 def test_two_visitors_at_once_get_their_own_answers(visit):
     texts = {}
     first, second = visit(), visit()

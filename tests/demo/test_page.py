@@ -1,11 +1,13 @@
 """What the page shows, without a browser: origins, pools, notes, the race, and that nothing gets through unescaped."""
 
+import pickle
 import re
 
 import pytest
 
 from hf_drelay.demo import render
-from hf_drelay.demo.app import Page, build_app, launch
+from hf_drelay.demo.app import Page, build_app, device_seconds, launch
+from hf_drelay.demo.engine import DemoEngine, DemoLimits
 from hf_drelay.modeling.draft_trace import TracedRound, TracedStage
 
 
@@ -66,8 +68,67 @@ def test_unusable_prompt_leaves_the_text_and_the_conversation(page, text, words)
     assert prompt == text and turns == earlier
 
 
+def race(page, *arguments) -> list[str]:
+    """All that a race shows, from the click to the result."""
+    updates = list(page.measure(*arguments))
+    return [html for html, _ in updates] + list(page.replay(updates[-1][1]))
+
+
+@pytest.fixture
+def cold(engine, monkeypatch):
+    """A page whose engine has not run yet, and the calls of its model: `(is_drafted, max_new_tokens)`."""
+    engine, calls = DemoEngine(engine.target, engine.tokenizer, engine.drafters, engine.limits), []
+    run = engine.run
+
+    def noted(inputs, settings, *, is_drafted=True):
+        calls.append((is_drafted, settings.max_new_tokens, settings.drafter, inputs["input_ids"].shape[1]))
+        return run(inputs, settings, is_drafted=is_drafted)
+
+    monkeypatch.setattr(engine, "run", noted)
+    return Page(engine), calls
+
+
+def test_race_is_measured_after_both_ways_ran_with_its_prompt_and_settings(cold):
+    page, calls = cold
+    race(page, "abcab", *controls(max_new=40))
+    assert calls == [(drafted, tokens, "tiny", 5) for tokens in (16, 40) for drafted in (True, False)]
+    calls.clear()
+    race(page, "abcabc", *controls(max_new=8))
+    assert [call[:2] for call in calls] == [(True, 8), (False, 8)] * 2
+
+
+def test_first_answer_comes_after_every_drafter_ran_and_later_ones_at_once(cold):
+    page, calls = cold
+    *_, turns, _, _ = last(page.answer("abcab", [], *controls()))
+    warm = [(drafted, 16, name, 1) for name in page.engine.drafters for drafted in (True, False)]
+    assert calls == [*warm, (True, 40, "tiny", 5)]
+    assert len(turns[-1].content) == 40
+    last(page.answer("abcab", [], *controls()))
+    assert len(calls) == len(warm) + 2
+
+
+def test_unusable_prompt_of_a_race_runs_and_replays_nothing(cold):
+    page, calls = cold
+    (shown,) = race(page, "", *controls())
+    assert "The prompt is empty" in shown and 'role="alert"' in shown and not calls
+
+
+def test_everything_that_a_call_yields_can_leave_its_process(page):
+    """ZeroGPU runs a call in a process of its own."""
+    for update in [*page.answer("abcab", [], *controls(max_new=8)), *page.measure("abcab", *controls(max_new=8))]:
+        assert pickle.loads(pickle.dumps(update)) == update
+
+
+def test_seconds_of_a_device_follow_from_the_limits_and_are_asked_for_calls_of_the_model_only(engine):
+    asked = {}
+    build_app(engine, lambda function, duration_s: asked.setdefault(function.__name__, duration_s) and function)
+    assert asked == {name: device_seconds(engine.limits, n) for name, n in (("answer", 1), ("measure", 2))}
+    assert device_seconds(DemoLimits(max_new_tokens=256), 1) < device_seconds(DemoLimits(max_new_tokens=256), 2) <= 90
+    assert device_seconds(DemoLimits(max_new_tokens=512), 1) > device_seconds(DemoLimits(max_new_tokens=256), 1)
+
+
 def test_race_ends_with_equal_texts_and_a_ratio(page):
-    html = list(page.race("abcab", *controls()))
+    html = race(page, "abcab", *controls())
     texts = re.findall(r'dr-lane-text">([^<]*)<', html[-1])
     assert texts[0] == texts[1] and len(texts[0]) == 40
     assert "token for token the same" in html[-1] and "×</b> the speed" in html[-1]
@@ -75,7 +136,7 @@ def test_race_ends_with_equal_texts_and_a_ratio(page):
 
 
 def test_sampled_race_claims_no_equal_texts(page):
-    assert "distribution is the same" in list(page.race("abcab", *controls(temperature=1.0)))[-1]
+    assert "distribution is the same" in race(page, "abcab", *controls(temperature=1.0))[-1]
 
 
 def test_text_of_people_and_models_is_escaped(page):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import RepoCard
 
+from hf_drelay.demo.app import load_engine
 from hf_drelay.hub.space import build_space
 
 
@@ -23,6 +24,8 @@ def test_front_matter_names_what_a_space_needs():
     assert data["sdk_version"].split(".")[0] == version("gradio").split(".")[0]
     assert {"title", "emoji", "colorFrom", "colorTo", "license", "models"} <= set(data)
     assert len(data["short_description"]) <= 60  # the Hub refuses longer ones
+    # A Space has Python 3.10 unless it says otherwise, which this package does not support.
+    assert tuple(map(int, data["python_version"].split("."))) >= (3, 11)
 
 
 def test_built_space_brings_everything_it_imports(tmp_path, tiny_folders):
@@ -42,23 +45,35 @@ def test_space_does_not_write_over_what_is_there(tmp_path, tiny_folders):
         build_space(tmp_path, str(tiny_folders.drafter))
 
 
-@pytest.mark.parametrize("zero_gpu", [False, True], ids=["cpu", "zero-gpu"])
-def test_app_asks_for_a_device_only_where_there_is_zero_gpu(monkeypatch, zero_gpu):
-    durations = []
+@pytest.mark.parametrize(
+    "has_package, variable, is_zero_gpu",
+    [(False, None, False), (True, None, False), (True, "true", True), (True, "1", True), (True, "false", False)],
+    ids=["elsewhere", "cpu-space", "zero-gpu", "zero-gpu-1", "not-zero-gpu"],
+)
+def test_app_asks_for_a_device_only_where_there_is_zero_gpu(
+    monkeypatch, tiny_folders, has_package, variable, is_zero_gpu
+):
+    durations, devices = [], []
 
     def decorate(duration):
         durations.append(duration)
         return lambda function: function
 
-    monkeypatch.setitem(sys.modules, "spaces", SimpleNamespace(GPU=decorate) if zero_gpu else None)
-    space = runpy.run_path(str(SPACE / "app.py"))
-    assert space["on_device"](len) is len
-    assert bool(durations) == zero_gpu
+    def load_on_cpu(target, drafter, device, **limits):
+        devices.append(device)
+        return load_engine(target, drafter, **limits)
 
-
-def test_app_builds_with_the_target_of_its_variables(monkeypatch, tiny_folders):
     monkeypatch.setenv("DRELAY_TARGET", str(tiny_folders.target))
     monkeypatch.setenv("DRELAY_DRAFTER", str(tiny_folders.drafter))
-    monkeypatch.setitem(sys.modules, "spaces", None)
+    monkeypatch.delenv("SPACES_ZERO_GPU", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("SPACES_ZERO_GPU", variable)
+    monkeypatch.setitem(sys.modules, "spaces", SimpleNamespace(GPU=decorate) if has_package else None)
+    monkeypatch.setattr("hf_drelay.demo.app.load_engine", load_on_cpu)
+    warmed = []
+    monkeypatch.setattr("hf_drelay.demo.engine.DemoEngine.warm_up", lambda engine: warmed.append(engine))
     app = runpy.run_path(str(SPACE / "app.py"))["make_app"]()
     assert "Target **target**" in str(app.get_config_file())
+    assert len(durations) == (2 if is_zero_gpu else 0)
+    assert devices == ["cuda" if is_zero_gpu else None]
+    assert bool(warmed) != is_zero_gpu
