@@ -5,6 +5,7 @@ belong to it. Everything with a number in it comes from `config.json`, `training
 """
 
 import json
+import re
 import textwrap
 from collections.abc import Sequence
 from importlib.resources import files
@@ -18,6 +19,7 @@ from .results import measurements, read_records, results_section
 
 CARD_FILE = "card.yaml"
 TAGS = ["speculative-decoding", "draft-model", "custom_code", "hf-drelay"]
+_DATASET_TYPE = re.compile(r"([\w-]+/)?[\w.-]+", re.ASCII)  # the Hub's own rule for `model-index`
 REQUIRED = ("license", "language", "training")
 _DEFAULTS = {
     "base_model_relation": None,
@@ -66,15 +68,24 @@ def read_card_file(folder: Path) -> dict:
             f"{folder} has no `{CARD_FILE}`, so its model card cannot be written. Copy the one of a folder in "
             f"`hub_cards/` and say what is true of your drafter, at least {', '.join(REQUIRED)}."
         )
-    words = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    if not isinstance(words, dict):
-        raise ValueError(f"`{path}` holds {type(words).__name__}, not entries such as `license: apache-2.0`.")
+    words = load_words(path)
     missing = [name for name in REQUIRED if not words.get(name)]
     unknown = sorted(set(words) - set(REQUIRED) - set(_DEFAULTS))
     if missing or unknown:
         problem = f"lacks `{missing[0]}`" if missing else f"has the unknown entry `{unknown[0]}`"
         raise ValueError(f"`{path}` {problem}; it takes {sorted({*REQUIRED, *_DEFAULTS})}.")
     return _DEFAULTS | words
+
+
+def load_words(path: Path) -> dict:
+    """Entries of a card file as they are; a `ValueError` for a file of another form."""
+    try:
+        words = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"`{path}` is no valid YAML: {error}. Mend it.") from error
+    if not isinstance(words, dict):
+        raise ValueError(f"`{path}` holds a {type(words).__name__}, not entries such as `license: apache-2.0`.")
+    return words
 
 
 def result_files(folder: Path, words: dict) -> list[Path]:
@@ -166,6 +177,12 @@ def check_card(text: str) -> None:
     missing = [name for name in needed if not card.data.get(name)]
     if missing:
         raise ValueError(f"The card's front matter lacks `{missing[0]}`; add it to `{CARD_FILE}` or `config.json`.")
+    for result in card.data.eval_results or []:
+        if not _DATASET_TYPE.fullmatch(result.dataset_type):
+            raise ValueError(
+                f"`result_datasets` names {result.dataset_type!r}, which the Hub refuses; give the id of a data set, "
+                "such as `openai/gsm8k`."
+            )
     headings = ("## Use", "## Configuration", "## Training", "## Results", "## Limits", "## Licence", "## Citation")
     absent = [heading for heading in headings if f"\n{heading}\n" not in card.text]
     if absent:

@@ -15,6 +15,7 @@ _HARMLESS = {
     *("collections", "contextlib", "copy", "dataclasses", "difflib", "functools", "inspect", "json", "math", "os"),
     *("pathlib", "sys", "time", "types", "typing", "weakref"),
 }
+_DYNAMIC = {"__import__", "eval", "exec"}  # could import anything, unseen
 # What the Hub's loader takes for an import, line by line and without parsing, in docstrings too.
 _SCANNER = re.compile(r"^\s*from\s+\.(\S+)\s+import|^\s*import\s+\.(\S+)", re.MULTILINE)
 _ALLOWED_SUFFIXES = {".py", ".json", ".jsonl", ".safetensors", ".md", ".yaml", ".jinja", ".txt"}
@@ -82,6 +83,8 @@ def code_problems(source: str, siblings: set[str]) -> list[str]:
                 relative.add(node.module)
             if not is_sibling and not (node.level == 0 and node.module.partition(".")[0] in allowed):
                 problems.append(f"from {'.' * node.level}{node.module or ''} import ...")
+        elif isinstance(node, ast.Name) and node.id in _DYNAMIC:
+            problems.append(f"use of {node.id}")
     scanned = {first or second for first, second in _SCANNER.findall(source)}
     return problems + [f"text that reads like an import of .{name}" for name in scanned - relative]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from .card import CARD_FILE, REQUIRED
+from .card import CARD_FILE, REQUIRED, load_words
 
 
 EXTRA_FILES = ("training_log.json", "LICENSE")
@@ -69,7 +69,7 @@ def _words(model, card, source: Path | None, is_unchanged: bool) -> tuple[dict, 
     path = source / CARD_FILE if card is None else Path(card)
     if not path.is_file():
         raise OSError(f"`card` {str(card)!r} is no file; pass the path of a `{CARD_FILE}`, or a dictionary.")
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}, path.parent
+    return load_words(path), path.parent
 
 
 def _has_same_weights(saved: Path, source: Path) -> bool:

@@ -43,6 +43,11 @@ def set_config(folder: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+def set_words(folder: Path, **entries) -> None:
+    path = folder / "card.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | entries))
+
+
 @pytest.fixture
 def checkpoint(tiny_folders, tmp_path) -> Path:
     """A checkpoint as training leaves it: weights and configuration without code, and the card's words."""
@@ -184,13 +189,16 @@ print(json.dumps([plain, drafted, streamer.ids, view.statistics.to_dict(), sampl
         (lambda folder: (folder / "card.yaml").unlink(), OSError, "no `card.yaml`"),
         (lambda folder: (folder / "pytorch_model.bin").write_bytes(b""), ValueError, "may run code"),
         (lambda folder: (folder / "card.yaml").write_text("title: x"), ValueError, "lacks `license`"),
-        (lambda folder: (folder / "card.yaml").write_text("- x"), ValueError, "holds list"),
+        (lambda folder: (folder / "card.yaml").write_text("- x"), ValueError, "holds a list"),
+        (lambda folder: (folder / "card.yaml").write_text("a: b: c"), ValueError, "card.yaml` is no valid YAML"),
+        (lambda folder: set_words(folder, result_datasets={"dev_gsm8k": "my data"}), ValueError, "'my data'"),
         (lambda folder: (folder / "config.json").write_text('{"blok_size": 3}'), ValueError, "blok_size"),
         (lambda folder: set_config(folder, target_name_or_path=None), ValueError, "`target_name_or_path` .* is empty"),
         (lambda folder: set_config(folder, target_name_or_path=str(folder)), ValueError, "a place on this machine"),
     ],
     ids=[
-        *("no-config", "no-weights", "no-card", "pickle", "card-without-licence", "card-of-another-kind"),
+        *("no-config", "no-weights", "no-card", "pickle", "card-without-licence", "card-of-another-kind", "no-yaml"),
+        "data-set-without-id",
         *("wrong-config", "no-target", "local-target"),
     ],
 )
@@ -214,7 +222,14 @@ def test_file_of_another_kind_is_found(repository, name):
 
 @pytest.mark.parametrize(
     "source",
-    ["import numpy", "from hf_drelay import targets", "from . import compat", '"""\nfrom .missing import x\n"""'],
+    [
+        "import numpy",
+        "from hf_drelay import targets",
+        "from . import compat",
+        "__import__('numpy')",
+        "run = exec",
+        '"""\nfrom .missing import x\n"""',
+    ],
 )
 def test_lint_finds_what_the_hub_misreads(source):
     assert code_problems(source, {"compat"})
@@ -394,6 +409,8 @@ def test_nothing_is_uploaded_when_the_check_fails(checkpoint, tiny_folders, hub)
         ({"safe_serialization": True}, TypeError, "safe_serialization"),
         ({"card": "nowhere.yaml"}, OSError, "`card` 'nowhere.yaml' is no file"),
         ({"card": {"license": "mit"}}, ValueError, "lacks `language`"),
+        ({"card": str(ROOT / "examples" / "recipes" / "cpu-1h.yaml")}, ValueError, "lacks `license`"),
+        ({"card": str(RESULTS / "demo_grid.json")}, ValueError, "lacks `license`"),
         ({"card": WORDS | {"results": ["nowhere.json"]}}, OSError, "nowhere.json, which does not exist"),
         ({"max_shard_size": "x"}, ValueError, "`max_shard_size` is 'x'"),
         ({"target": "nowhere"}, ValueError, "`target` 'nowhere' is neither a folder"),
