@@ -43,6 +43,14 @@ Options = Annotated[
     list[str] | None,
     typer.Option("--option", help="NAME=VALUE of the drafter's options, such as num_draft_tokens=2; several times."),
 ]
+Compiled = Annotated[
+    bool | None,
+    typer.Option(
+        "--compiled/--no-compiled",
+        help="Measure plain decoding with a static cache and compilation; default: on a GPU. On a CPU compiling needs "
+        "a C++ compiler, and minutes.",
+    ),
+]
 TemplateMode = Annotated[
     str | None, typer.Option(help="thinking or non_thinking; default: what the first drafter was trained for.")
 ]
@@ -70,6 +78,7 @@ def benchmark(
     loop_gate: Gate = None,
     max_stages: Stages = None,
     option: Options = None,
+    compiled: Compiled = None,
     template_mode: TemplateMode = None,
     dtype: DtypeOption = None,
     threads: Threads = None,
@@ -87,7 +96,7 @@ def benchmark(
         conversations, sources = _load_prompts(tasks, data_dir, num_prompts, seed)
         model, tokenizer, drafters = _load(target, drafter or [None], dtype, threads, quiet)
         config = _with_mode(config, drafters)
-        ways = standard_ways(model, drafters, gate, max_stages, **options)
+        ways = standard_ways(model, drafters, gate, max_stages, compiled, **options)
         rows = _run(model, tokenizer, ways, conversations, config, output, sources, resume, quiet)
         typer.echo(markdown_table(summarize(rows), ALL_TASKS))
 
@@ -166,7 +175,7 @@ def headroom(
     quiet: Quiet = False,
 ) -> None:
     """How much a selector could win over the drafter's own choice, and how much this one wins."""
-    from hf_drelay.evaluation.headroom import greedy_responses, headroom_table, measure_headroom
+    from hf_drelay.evaluation.headroom import check_analysis, greedy_responses, headroom_table, measure_headroom
     from hf_drelay.evaluation.records import describe_drafter, describe_target, environment, write_json
     from hf_drelay.evaluation.tasks import encode_conversation, max_prompt_length
 
@@ -177,6 +186,7 @@ def headroom(
         model, tokenizer, drafters = _load(target, [drafter], dtype, threads, quiet)
         config = _with_mode(config, drafters)
         drelay, limit = drafters[0][1], max_prompt_length(model, max_new_tokens)
+        check_analysis(drelay, options)  # before minutes of decoding
         prompts = [encode_conversation(tokenizer, c.turns[:1], (), config.template_mode, limit) for c in conversations]
         quiet = quiet or _is_piped()
         responses = greedy_responses(model, prompts, max_new_tokens, quiet=quiet)

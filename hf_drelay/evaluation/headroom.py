@@ -1,6 +1,7 @@
 """Headroom: how much a selector could win over a drafter's own choice, and how much one wins.
 
-Three analyses along responses that the target wrote greedily, on the blocks that the backbone alone drafts:
+Three analyses along responses that the target wrote greedily, on the blocks that the backbone alone drafts, the best
+candidate of every slot. That is what any head starts from: independent, bilinear, recurrent, markov or relay.
 
 1. pool coverage: at the first error of a block, is the target's token among the slot's candidates?
 2. suffix evidence: do the tokens drafted *behind* the error tell which candidate is right? Every candidate is scored
@@ -8,7 +9,11 @@ Three analyses along responses that the target wrote greedily, on the blocks tha
 3. oracle ceiling: tokens that would be won by replacing only the first rejected token by the target's, where the pool
    holds it.
 
-The fourth figure is the share of that ceiling that a trained selector captures at the same anchors.
+Where the drafter has a head that chooses in the light of the tokens before (here: its selector), that one drafts at
+the same anchors: which share of the ceiling it captures, and how often the pool holds the target's token at the first
+error that is left. The ceiling corrects one token and a selector any number, so the share can exceed 1.
+
+Drafters that draft token by token have no such blocks: what they drafted behind an error they drafted given the error.
 """
 
 from collections.abc import Iterable
@@ -88,7 +93,9 @@ class Headroom:
         num_accepted (`int`): Accepted drafts of the backbone.
         oracle_gain (`int`): Tokens that the oracle would add.
         selector_gain (`int`, *optional*): Tokens that the drafter's selector adds at the same anchors; can be
-            negative.
+            negative. `None`, as the next two, without a selector.
+        num_selector_errors, num_selector_covered (`int`, *optional*): Blocks of the selector with an error, and those
+            of them whose pool holds the target's token at the first one.
         num_suffix_cases (`int`), num_suffix_right (`int`): Suffix analysis with the block's own suffix.
         num_control_cases (`int`), num_control_right (`int`): The same cases with a suffix from another prompt.
     """
@@ -99,6 +106,8 @@ class Headroom:
     num_accepted: int = 0
     oracle_gain: int = 0
     selector_gain: int | None = None
+    num_selector_errors: int | None = None
+    num_selector_covered: int | None = None
     num_suffix_cases: int = 0
     num_suffix_right: int = 0
     num_control_cases: int = 0
@@ -119,6 +128,9 @@ class Headroom:
         suffix = _share(self.num_suffix_right, self.num_suffix_cases)
         control = _share(self.num_control_right, self.num_control_cases)
         selector = self.selector_gain
+        covered = None
+        if self.num_selector_errors is not None:
+            covered = _share(self.num_selector_covered, self.num_selector_errors)
         return record | {
             "pool_coverage": _share(self.num_covered, self.num_errors),
             "mean_accepted": _share(self.num_accepted, self.num_blocks),
@@ -128,11 +140,28 @@ class Headroom:
             "suffix_points_over_control": None if None in (suffix, control) else 100 * (suffix - control),
             "mean_selector_gain": None if selector is None else _share(selector, self.num_blocks),
             "selector_share_of_ceiling": None if selector is None else _share(selector, self.oracle_gain),
+            "selector_pool_coverage": covered,
         }
 
 
 def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def check_analysis(drelay, options: dict) -> None:
+    """Raise a `ValueError` for a drafter or an option for which the analyses have no meaning."""
+    backbone = drelay.config.backbone
+    if backbone != "parallel":
+        raise ValueError(
+            f"`drafter` has the backbone {backbone!r}, which drafts token by token: what stands behind an error was "
+            "drafted given that error, so it tells nothing about the right candidate, and it is not what would stand "
+            "behind the right one. Measure a drafter with a parallel backbone, or this one with `hf-drelay benchmark`."
+        )
+    if strange := sorted(set(options) - {"num_draft_tokens"}):
+        raise ValueError(
+            f"`{strange[0]}` {options[strange[0]]!r} has no meaning in a headroom analysis, which is about whole "
+            "greedy blocks with and without the selector; leave it out. `num_draft_tokens` shortens the blocks."
+        )
 
 
 @torch.no_grad()
@@ -143,19 +172,24 @@ def measure_headroom(
     The analyses over greedy responses of the target.
 
     Args:
-        drelay (`DRelayModel`): Drafter; its selector, if it has one, is measured too.
+        drelay (`DRelayModel`): Drafter with a parallel backbone; its selector, if it has one, is measured too.
         target (`PreTrainedModel`): The target that wrote the responses.
         responses (`Iterable[tuple[list[int], int]]`): Prompt and response ids, and the length of the prompt.
         max_cases (`int`): Suffix cases that are scored.
-        options: Of `with_options`; DLoop is off.
+        options: Of `with_options`: `num_draft_tokens` shortens the blocks. All others decide how much of a block is
+            drafted, or how, and have no meaning here.
+
+    Raises:
+        ValueError: See [`check_analysis`].
     """
+    check_analysis(drelay, options)
     total = Headroom()
     # Whole blocks, whatever a call drafts by default; a caller may still ask for shorter ones.
-    options = {"num_draft_tokens": None, "confidence_threshold": 0.0} | options
-    views = [drelay.with_options(**(options | {"use_selector": False, "loop_gate": None}))]
-    if getattr(drelay, "selector", None) is not None:
-        views.append(drelay.with_options(**(options | {"use_selector": True, "loop_gate": None})))
-        total.selector_gain = 0
+    options = {"num_draft_tokens": None} | options | {"confidence_threshold": 0.0, "loop_gate": None}
+    views = [drelay.with_options(**(options | {"use_selector": False}))]
+    if drelay.selector is not None:
+        views.append(drelay.with_options(**(options | {"use_selector": True})))
+        total.selector_gain = total.num_selector_errors = total.num_selector_covered = 0
     for number, (ids, prompt_length) in enumerate(tqdm(list(responses), unit="response", disable=quiet)):
         _walk_response(total, number, views, target, torch.tensor(ids, device=target.device), prompt_length)
     _score_cases(total, target, max_cases)
@@ -183,24 +217,24 @@ def _walk_response(total: Headroom, number: int, views: list, target, ids: torch
     anchor, fed = prompt_length, 0
     while anchor + length < len(ids):
         truth = ids[anchor + 1 : anchor + 1 + length].tolist()
-        lengths = []
+        drafts, pools, found = [], [], []
         for generator in generators:
             generator.session.extend(states[:, fed:anchor])
-            blocks = generator.draft_round(ids[None, : anchor + 1])
-            draft = blocks[0].draft_ids[0].tolist()
-            pools = blocks[0].pool_ids[0].tolist()
-            found = analyse_block(draft, pools, truth)
-            lengths.append(found.num_accepted)
-            if generator is generators[0]:
-                total.add(found)
-                own, own_draft, own_pools = found, draft, pools
-        if total.selector_gain is not None:
-            total.selector_gain += lengths[1] - lengths[0]
+            (block,) = generator.draft_round(ids[None, : anchor + 1])
+            drafts.append(block.draft_ids[0].tolist())
+            pools.append(block.pool_ids[0].tolist())
+            found.append(analyse_block(drafts[-1], pools[-1], truth))
+        own = found[0]
+        total.add(own)
+        for selected in found[1:]:
+            total.selector_gain += selected.num_accepted - own.num_accepted
+            total.num_selector_errors += selected.is_error
+            total.num_selector_covered += selected.is_covered
         if own.has_right_suffix:
             error = own.num_accepted
             prefix = ids[: anchor + 1 + error].tolist()
-            suffix = own_draft[error + 1 : error + 1 + SUFFIX_LENGTH]
-            total.cases.append(SuffixCase(number, prefix, own_pools[error], suffix, truth[error]))
+            suffix = drafts[0][error + 1 : error + 1 + SUFFIX_LENGTH]
+            total.cases.append(SuffixCase(number, prefix, pools[0][error], suffix, truth[error]))
         fed = anchor
         anchor += own.num_accepted + 1
 
@@ -235,7 +269,8 @@ def suffix_log_probs(target, prefix_ids: list[int], candidate_ids: list[int], su
     decoder = target.get_decoder()
     name = cache_parameter(decoder.forward)
     decoder(input_ids=prefix, use_cache=True, **{name: cache})
-    cache.batch_repeat_interleave(len(candidate_ids))
+    # `batch_repeat_interleave` would say it better, but recurrent layers have it not.
+    cache.reorder_cache(torch.zeros(len(candidate_ids), dtype=torch.long, device=target.device))
     rows = torch.tensor([[candidate, *suffix_ids] for candidate in candidate_ids], device=target.device)  # (C, 1 + n)
     logits = target(input_ids=rows, use_cache=True, **{name: cache}).logits[:, :-1].float()  # (C, n, V)
     log_probs = logits.log_softmax(dim=-1).gather(2, rows[:, 1:, None])[..., 0]
@@ -254,34 +289,41 @@ def greedy_responses(target, prompts: Iterable, max_new_tokens: int, quiet: bool
 
 
 def headroom_table(record: dict) -> str:
-    """The figures as a Markdown table, beside the published ones (Qwen3-4B, see the papers)."""
+    """The figures as a Markdown table."""
 
-    def share(value, digits=1):
-        return "–" if value is None else f"{100 * value:.{digits}f} %"
+    def share(value):
+        return "–" if value is None else f"{100 * value:.1f} %"
 
     def plain(value):
         return "–" if value is None else f"{value:+.2f}"
 
-    r = record
+    def counts(part: str, whole: str):
+        return "–" if record.get(part) is None else f"{record[part]} / {record[whole]}"
+
     rows = [
-        ("pool coverage at the first error", share(r["pool_coverage"]), f"{r['num_covered']} / {r['num_errors']}"),
+        ("pool coverage at the first error", share(record["pool_coverage"]), counts("num_covered", "num_errors")),
         (
             "right candidate by its suffix",
-            share(r["suffix_share_right"]),
-            f"{r['num_suffix_right']} / {r['num_suffix_cases']}",
+            share(record["suffix_share_right"]),
+            counts("num_suffix_right", "num_suffix_cases"),
         ),
         (
             "the same with the suffix of another prompt",
-            share(r["control_share_right"]),
-            f"{r['num_control_right']} / {r['num_control_cases']}",
+            share(record["control_share_right"]),
+            counts("num_control_right", "num_control_cases"),
         ),
-        ("oracle gain, tokens a block", plain(r["mean_oracle_gain"]), f"{r['oracle_gain']} / {r['num_blocks']}"),
-        ("selector gain, tokens a block", plain(r["mean_selector_gain"]), f"{r['selector_gain']} / {r['num_blocks']}"),
+        ("oracle gain, tokens a block", plain(record["mean_oracle_gain"]), counts("oracle_gain", "num_blocks")),
+        ("selector gain, tokens a block", plain(record["mean_selector_gain"]), counts("selector_gain", "num_blocks")),
         (
             "share of the ceiling that the selector captures",
-            share(r["selector_share_of_ceiling"]),
-            f"{r['selector_gain']} / {r['oracle_gain']}",
+            share(record["selector_share_of_ceiling"]),
+            counts("selector_gain", "oracle_gain"),
+        ),
+        (
+            "pool coverage at the first error of the selector",
+            share(record.get("selector_pool_coverage")),
+            counts("num_selector_covered", "num_selector_errors"),
         ),
     ]
     lines = ["| | | counts |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {name} | {value} | {counts} |" for name, value, counts in rows])
+    return "\n".join(lines + [f"| {name} | {value} | {numbers} |" for name, value, numbers in rows])
