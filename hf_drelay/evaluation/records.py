@@ -84,6 +84,11 @@ def weights_sha256(model: torch.nn.Module) -> str:
 
 def read_jsonl(path: str | Path) -> Iterator[dict]:
     """Rows of a JSON-lines file, plain or `.gz`; a broken line raises a `ValueError` that names it."""
+    return (row for _, row in numbered_rows(path))
+
+
+def numbered_rows(path: str | Path) -> Iterator[tuple[int, dict]]:
+    """The same with the line of each row, counted from 1; blank lines are none."""
     path = Path(path)
     opener = gzip.open if path.suffix == ".gz" else open
     number = 0
@@ -92,9 +97,12 @@ def read_jsonl(path: str | Path) -> Iterator[dict]:
             for line in file:
                 number += 1
                 if line.strip():
-                    yield json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not valid JSON ({error.msg}). Fix or remove the line.") from error
+                    yield number, json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 behind line {number} ({error.reason}); save it as UTF-8.") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = getattr(error, "msg", "nested too deeply")
+        raise ValueError(f"{path}, line {number}: not valid JSON ({reason}). Fix or remove the line.") from error
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path} is damaged ({error}); make or fetch the file again.") from error
 
@@ -108,8 +116,9 @@ def append_rows(path: str | Path, rows: Iterable[dict]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
-    with path.open("ab", buffering=0) as file:
+    with path.open("ab") as file:  # buffered: a raw file may take a part of the data and say nothing
         file.write(data)
+        file.flush()
         os.fsync(file.fileno())
 
 

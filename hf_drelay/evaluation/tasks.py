@@ -14,8 +14,11 @@ from pathlib import Path
 
 import torch
 
-from .records import read_jsonl
+from .records import numbered_rows
 
+
+# Names the summary of all tasks in tables, so no task can have it.
+ALL_TASKS = "all"
 
 # Arguments of a chat template by the mode that a drafter's configuration names. Templates without a thinking mode
 # ignore them.
@@ -121,9 +124,11 @@ def load_task(
         data_dir (`str` or `Path`, *optional*): Folder of `<task>.jsonl` files.
 
     Raises:
-        ValueError: If the task is unknown or a row has no turns.
+        ValueError: If the task is unknown or its name is taken, or a row has no turns.
         OSError: If the file or the data set cannot be had.
     """
+    if name == ALL_TASKS:
+        raise ValueError(f"`tasks` has {name!r}, the name of the summary; list the tasks, or rename the file.")
     if data_dir is not None:
         rows = _turns_of_file(Path(data_dir) / f"{name}.jsonl", name)
     elif name in TASKS:
@@ -155,12 +160,17 @@ def _turns_of_file(path: Path, name: str) -> Iterable[list[str]]:
             f"`data_dir` {path.parent} has no {path.name} for the task {name!r}. Put the prompts there, one "
             '{"turns": [...]} per line, or leave the task out.'
         )
-    for number, row in enumerate(read_jsonl(path), start=1):
+    for number, row in numbered_rows(path):
         turns = row.get("turns") if isinstance(row, dict) else None
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise ValueError(
-                f'{path}, row {number}: expected {{"turns": [...]}} with at least one string, got {str(row)[:80]!r}. '
-                "Fix or remove the row."
+                f'{path}, line {number}: expected {{"turns": [...]}} with at least one string, got '
+                f"{str(row)[:80]!r}. Fix or remove the line."
+            )
+        if any("\ud800" <= character <= "\udfff" for turn in turns for character in turn):
+            raise ValueError(
+                f"{path}, line {number}: `turns` hold half of a surrogate pair (\\ud800 to \\udfff), which is no "
+                "text. Fix or remove the line."
             )
         yield turns
 

@@ -81,6 +81,44 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"(row|line) 2"):
             load_task("gsm8k", data_dir=tmp_path)
 
+    def test_file_of_another_editor_reads_the_same(self, tmp_path):
+        """Byte-order mark, CRLF, blank lines, no newline at the end, and characters that Python may take for one."""
+        turns = ["Γειά\u2028σου", "line\nbreak\x0b\x0c\x1c\x85"]
+        line = json.dumps({"turns": turns, "id": 7}, ensure_ascii=False)
+        text = f"\ufeff{line}\r\n\r\n  \t\r\n{line}"
+        (tmp_path / "gsm8k.jsonl").write_bytes(text.encode())
+        assert load_task("gsm8k", data_dir=tmp_path) == [Conversation("gsm8k", i, tuple(turns)) for i in range(2)]
+
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            (b'{"turns": null}', r"line 4: expected \{\"turns\""),
+            (b'{"turns": ["a", null]}', "line 4: expected"),
+            (b'{"turns": [["a"]]}', "line 4: expected"),
+            (b'{"turns": {"a": 1}}', "line 4: expected"),
+            (b"null", "line 4: expected"),
+            (b'"turns"', "line 4: expected"),
+            (b'{"turns": ["a"]', "line 4: not valid JSON"),
+            (b'{"turns": ["\\ud800"]}', "line 4: `turns` hold half of a surrogate pair"),
+            (b'{"turns": ["\xff\xfe"]}', "is not UTF-8"),
+            (b"[" * 100_000, "line 4: not valid JSON"),
+        ],
+    )
+    def test_wrong_line_is_named_as_an_editor_counts(self, tmp_path, line, message):
+        (tmp_path / "gsm8k.jsonl").write_bytes(b'{"turns": ["fine"]}\n\n\n' + line + b"\n")
+        with pytest.raises(ValueError, match=f"gsm8k.jsonl.*{message}"):
+            load_task("gsm8k", data_dir=tmp_path)
+
+    def test_file_without_a_prompt_is_named(self, tmp_path):
+        (tmp_path / "gsm8k.jsonl").write_bytes(b"\n\n")
+        with pytest.raises(ValueError, match="'gsm8k' has no prompts"):
+            load_task("gsm8k", data_dir=tmp_path)
+
+    def test_name_of_the_summary_is_no_task(self, tmp_path):
+        write_task(tmp_path, "all", [{"turns": ["a"]}])
+        with pytest.raises(ValueError, match="`tasks` has 'all', the name of the summary"):
+            load_task("all", data_dir=tmp_path)
+
     def test_missing_file_names_the_folder_and_the_form(self, tmp_path):
         with pytest.raises(OSError, match=r"has no gsm8k.jsonl .*one \{\"turns\": \[...\]\} per line"):
             load_task("gsm8k", data_dir=tmp_path)
