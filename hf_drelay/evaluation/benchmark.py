@@ -204,6 +204,8 @@ def _warm_up(target, inputs, ways: list[Way], config: BenchmarkConfig) -> None:
     arguments["max_new_tokens"] = min(WARM_UP_TOKENS, config.max_new_tokens)
     inputs = {name: tensor.to(target.device) for name, tensor in inputs.items()}
     for way in ways:
+        if way.kind == "compiled":  # warmed up on every prompt, for its length
+            continue
         for is_profiled in (False, True):
             timed_generate(target, inputs, config.seed, **(arguments | way.arguments(is_profiled)))
 
@@ -217,12 +219,13 @@ def _measure_turn(target, tokenizer, prompt, ways: list[Way], config: BenchmarkC
     for way in order:
         found[way.name] = measure(target, inputs, way, seed, config.repeats, **config.generate_arguments())
     plain = found[PLAIN]
+    compiled = next((found[way.name] for way in ways if way.kind == "compiled"), None)
     rows = []
     for way in ways:
         result = found[way.name]
         row = key | {"way": way.name, "kind": way.kind, "order": order.index(way), "seed": seed}
         row |= {"prompt_tokens": inputs["input_ids"].shape[1], "prompt_tokens_cut": prompt.num_cut}
-        row |= way.description | _speed(result, plain) | _phase_figures(result, plain)
+        row |= way.description | _speed(result, plain, compiled) | _phase_figures(result, plain)
         row["peak_memory_mb"] = round(result.peak_memory_mb, 1)
         row["statistics"] = None if result.statistics is None else result.statistics.to_dict()
         if config.temperature == 0:
@@ -241,17 +244,21 @@ def _seed_of(seed: int, key: dict) -> int:
     return seed + int(hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:6], 16)
 
 
-def _speed(result: Measurement, plain: Measurement) -> dict:
-    """Tokens/s from the median walltime, and its ratio to plain decoding on this prompt."""
-    walltime_s, plain_s = statistics.median(result.walltimes_s), statistics.median(plain.walltimes_s)
-    rate, plain_rate = len(result.new_ids) / walltime_s, len(plain.new_ids) / plain_s
-    return {
+def _speed(result: Measurement, plain: Measurement, compiled: Measurement | None) -> dict:
+    """
+    Tokens/s, the median over the repeats, and its ratio to plain decoding on this prompt. Sampled runs differ in
+    length, so the ratios are of rates and not of times. Without compiled decoding there is no ratio to it.
+    """
+    rate = statistics.median(result.tokens_per_s)
+    speed = {
         "num_tokens": len(result.new_ids),
         "walltimes_s": result.walltimes_s,
         "tokens_per_s": rate,
-        # Sampled runs differ in length, so the ratio is one of rates and not of times.
-        "speedup": rate / plain_rate if plain_rate else None,
+        "speedup": rate / statistics.median(plain.tokens_per_s),
     }
+    if compiled is not None:
+        speed["speedup_over_compiled"] = rate / statistics.median(compiled.tokens_per_s)
+    return speed
 
 
 def _phase_figures(result: Measurement, plain: Measurement) -> dict:
@@ -265,8 +272,11 @@ def _phase_figures(result: Measurement, plain: Measurement) -> dict:
     if result.phases_ms is None:
         return {"phases_ms": None, "phases_walltime_ms": None, "overhead_share": None, "break_even_tau": None}
     phases, walltime_ms = result.phases_ms, result.phases_walltime_ms
-    figures = {"phases_ms": phases, "phases_walltime_ms": walltime_ms, "num_forwards": result.num_forwards}
-    rounds, plain_rounds = result.num_forwards, plain.num_forwards
+    rounds, plain_rounds = result.phases_num_forwards, plain.phases_num_forwards
+    figures = {"phases_ms": phases, "phases_walltime_ms": walltime_ms, "phases_num_forwards": rounds}
+    figures |= {"num_forwards": result.num_forwards}
+    if result.round_lengths:
+        figures["round_tokens"] = sum(result.round_lengths)
     if not rounds or not plain_rounds:  # a single token: there is no round to speak of
         return figures | {"overhead_share": None, "break_even_tau": None}
     plain_overhead_ms = plain.phases_ms["overhead"] * (rounds + 1) / (plain_rounds + 1)

@@ -5,6 +5,7 @@ drafters are compared by one clock. What is neither a forward of the target nor 
 loop, sampling, cache roll-back.
 """
 
+import contextlib
 import resource
 import sys
 import time
@@ -17,6 +18,7 @@ from hf_drelay.modeling.compat import cache_argument
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 from .timing import timed_generate
+from .ways import fix_cache_length
 
 
 PHASES = ("prefill", "draft", "select", "verify", "overhead")
@@ -33,12 +35,13 @@ class Forward:
 
 class TargetClock:
     """
-    Context manager that times every forward of `target`; with CUDA it synchronises, so a run under it is no run to
-    take the walltime from.
+    Context manager that notes every forward of `target`, and times it. With CUDA the times need synchronisation, so a
+    run under them is no run to take the walltime from; without `is_timed` forwards are counted only, at no cost.
     """
 
-    def __init__(self, target):
+    def __init__(self, target, is_timed: bool = True):
         self.target = target
+        self.is_timed = is_timed
         self.forwards: list[Forward] = []
         self._handles: list = []
         self._begun: tuple[int | None, int, float] = (None, 0, 0.0)
@@ -66,7 +69,7 @@ class TargetClock:
         self.forwards.append(Forward(start, width, (self._now() - begun_s) * 1e3))
 
     def _now(self) -> float:
-        if self.target.device.type == "cuda":
+        if self.is_timed and self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
 
@@ -98,13 +101,17 @@ class TargetClock:
 @dataclass
 class Measurement:
     """
-    One way of decoding on one prompt.
+    One way of decoding on one prompt. Everything but the phases is of the first repeat, if not said otherwise.
 
     Attributes:
         new_ids (`list[int]`): Generated tokens.
         walltimes_s (`list[float]`): Of each repeat, prefill included.
-        phases_ms (`dict[str, float]`, *optional*): Total ms of each of `PHASES`, of one repeat; they add up to
+        tokens_per_s (`list[float]`): Of each repeat. Sampled repeats whose drafts differ, as those of a cost-aware
+            gate do, can differ in length.
+        phases_ms (`dict[str, float]`, *optional*): Total ms of each of `PHASES`, of one call; they add up to
             `phases_walltime_ms`. `None` for compiled decoding, which hooks would break up.
+        phases_num_forwards (`int`, *optional*): Forwards of the target behind the prefill in that call, which on a GPU
+            is another one than the first repeat.
         num_forwards (`int`, *optional*): Forwards of the target behind the prefill.
         round_lengths, round_widths (`list[int]`): Tokens committed after each of them, and tokens fed to it.
         statistics (`DraftStatistics`, *optional*): What was drafted; `None` without drafts.
@@ -113,8 +120,10 @@ class Measurement:
 
     new_ids: list[int]
     walltimes_s: list[float]
+    tokens_per_s: list[float] = field(default_factory=list)
     phases_ms: dict[str, float] | None = None
     phases_walltime_ms: float | None = None
+    phases_num_forwards: int | None = None
     num_forwards: int | None = None
     round_lengths: list[int] = field(default_factory=list)
     round_widths: list[int] = field(default_factory=list)
@@ -131,37 +140,40 @@ def measure(target, inputs, way, seed: int = 0, repeats: int = 1, **arguments) -
 
     Args:
         way (`Way`): How to decode.
-        arguments: Of `generate()`, the same for every way.
+        arguments: Of `generate()`, the same for every way; `max_new_tokens` among them.
     """
     on_cpu = target.device.type == "cpu"
-    if way.warms_each_prompt:  # compilation for a new length is no part of decoding
+    if way.kind == "compiled":
+        fix_cache_length(target, inputs["input_ids"].shape[1] + arguments["max_new_tokens"])
+        # Compilation for a new length is no part of decoding. The same call, so that the shapes are those measured.
         timed_generate(target, inputs, seed, **(arguments | way.arguments()))
     result = Measurement(new_ids=[], walltimes_s=[])
     reset_peak_memory(target.device)
     for number in range(repeats):
-        if number == 0 and on_cpu and way.has_phases:
-            walltime_s = _profile(result, target, inputs, way, seed, arguments)
-        else:
-            # On a CPU the same view as before: a cost-aware gate has learned there.
-            call = arguments | way.arguments(is_profiled=on_cpu)
-            result.new_ids, walltime_s = timed_generate(target, inputs, seed, **call)
+        # On a CPU always the view with clocks: a cost-aware gate has learned there.
+        call = arguments | way.arguments(is_profiled=on_cpu)
+        watched = contextlib.nullcontext() if way.kind == "compiled" else TargetClock(target, is_timed=on_cpu)
+        with watched as clock:
+            new_ids, walltime_s = timed_generate(target, inputs, seed, **call)
         result.walltimes_s.append(walltime_s)
+        result.tokens_per_s.append(len(new_ids) / walltime_s)
+        if number == 0:
+            result.new_ids = new_ids
+            if clock is not None:
+                _count(result, clock, inputs, way, way.statistics(is_profiled=on_cpu))
+            if on_cpu and clock is not None:
+                _split_time(result, clock, walltime_s, result.statistics)
     result.peak_memory_mb = peak_memory_mb(target.device)
     if not on_cpu and way.has_phases:
-        timed_ids = result.new_ids
-        _profile(result, target, inputs, way, seed, arguments)
-        result.new_ids = timed_ids
+        with TargetClock(target) as clock:
+            _, walltime_s = timed_generate(target, inputs, seed, **(arguments | way.arguments(is_profiled=True)))
+        _split_time(result, clock, walltime_s, way.statistics(is_profiled=True))
     return result
 
 
-def _profile(result: Measurement, target, inputs, way, seed: int, arguments: dict) -> float:
-    """One call under the clocks; fills everything in `result` but walltimes and memory, and returns the walltime."""
-    with TargetClock(target) as clock:
-        result.new_ids, walltime_s = timed_generate(
-            target, inputs, seed, **(arguments | way.arguments(is_profiled=True))
-        )
+def _count(result: Measurement, clock: TargetClock, inputs, way, drafted: DraftStatistics | None) -> None:
+    """Fill in the rounds of a call."""
     total_length = inputs["input_ids"].shape[1] + len(result.new_ids)
-    drafted = way.profiled_statistics()
     if drafted is None and way.has_drafts:
         drafted = clock.statistics(total_length)
     result.statistics = drafted
@@ -169,6 +181,10 @@ def _profile(result: Measurement, target, inputs, way, seed: int, arguments: dic
     if all(forward.start is not None for forward in clock.forwards[1:]):
         result.round_lengths = clock.round_lengths(total_length)
         result.round_widths = [forward.width for forward in clock.forwards[1:]]
+
+
+def _split_time(result: Measurement, clock: TargetClock, walltime_s: float, drafted: DraftStatistics | None) -> None:
+    """Fill in the phases of a call that took `walltime_s` under `clock`."""
     times = [forward.elapsed_ms for forward in clock.forwards]
     own = {} if drafted is None else drafted.phase_ms
     phases = {
@@ -177,9 +193,9 @@ def _profile(result: Measurement, target, inputs, way, seed: int, arguments: dic
         "select": own.get("select", 0.0),
         "verify": sum(times[1:]),
     }
+    result.phases_num_forwards = len(times) - 1
     result.phases_walltime_ms = walltime_s * 1e3
     result.phases_ms = phases | {"overhead": result.phases_walltime_ms - sum(phases.values())}
-    return walltime_s
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from transformers import CompileConfig
+from transformers import CompileConfig, GenerationConfig, StaticCache
 from transformers.utils import logging
+
+from hf_drelay.modeling.compat import cache_keyword
 
 from .records import describe_drafter
 
@@ -15,6 +17,7 @@ PLAIN = "plain"
 COMPILED = "plain, static cache, compiled"
 PROMPT_LOOKUP = "prompt lookup"
 DEFAULT_GATE = -0.5
+SHORTEST_CACHE = 256  # slots of the static cache of compiled decoding
 
 
 @dataclass
@@ -46,31 +49,67 @@ class Way:
     def has_phases(self) -> bool:
         return self.kind != "compiled"
 
-    @property
-    def warms_each_prompt(self) -> bool:
-        return self.kind == "compiled"
-
     def arguments(self, is_profiled: bool = False) -> dict:
         """Arguments of `generate()` for this way."""
         assistant = self.profiled_assistant or self.assistant if is_profiled else self.assistant
         return self.generate_arguments | ({} if assistant is None else {"assistant_model": assistant})
 
-    def profiled_statistics(self):
-        """Statistics of the last profiled call, if the assistant counts."""
-        return getattr(self.profiled_assistant or self.assistant, "statistics", None)
+    def statistics(self, is_profiled: bool = False):
+        """Statistics of the last call with these arguments, if the assistant counts."""
+        return getattr(self.arguments(is_profiled).get("assistant_model"), "statistics", None)
 
 
 def plain_way() -> Way:
     return Way(PLAIN, "plain", description={"cache": "dynamic"})
 
 
-def compiled_way(target) -> Way | None:
-    """Plain decoding with a static cache and compilation; `None`, with the reason logged, where that cannot be."""
-    if target.device.type != "cuda":
-        logger.warning_once(f"hf_drelay: no way {COMPILED!r}: generate() compiles on a GPU only.")
+def compiled_way(target, is_asked: bool | None = None, backend: str = "inductor") -> Way | None:
+    """
+    Plain decoding with a static cache and compilation.
+
+    Args:
+        is_asked (`bool`, *optional*): By default where `generate()` compiles by itself, which is not on a CPU. `True`
+            compiles there too; that needs a C++ compiler, and minutes for a large model.
+        backend (`str`): Of `torch.compile`.
+
+    Returns:
+        `None`, with the reason logged, where it is not measured.
+
+    Raises:
+        ValueError: If it was asked for and this target cannot be compiled.
+    """
+    if is_asked is False:
         return None
-    arguments = {"cache_implementation": "static", "compile_config": CompileConfig()}
+    config = CompileConfig(backend=backend)
+    if is_asked:
+        config._compile_all_devices = True
+    # Where it would not compile, generate() says nothing and runs the static cache eagerly: that is another way.
+    cache = StaticCache(config=target.config.get_text_config(decoder=True), max_cache_len=SHORTEST_CACHE)
+    if not target._valid_auto_compile_criteria({cache_keyword(): cache}, GenerationConfig(compile_config=config)):
+        if is_asked:
+            raise ValueError(
+                f"`compiled` was asked for, but generate() cannot compile {type(target).__name__} on "
+                f"{target.device.type!r} with a static cache; leave it out."
+            )
+        logger.warning_once(
+            f"hf_drelay: {COMPILED!r} is not measured: generate() does not compile {type(target).__name__} on "
+            f"{target.device.type!r} unless it is asked to."
+        )
+        return None
+    arguments = {"cache_implementation": "static", "compile_config": config}
     return Way(COMPILED, "compiled", arguments, description={"cache": "static"})
+
+
+def fix_cache_length(target, num_tokens: int) -> int:
+    """
+    Let the next static cache have a power of two of slots, at least `num_tokens` and `SHORTEST_CACHE`; returns it.
+
+    Left to itself, `generate()` makes it as long as this prompt needs, or any before it needed: short prompts behind a
+    long one would read its slots, and every length is compiled anew until torch gives up compiling and runs eagerly.
+    """
+    length = max(SHORTEST_CACHE, 1 << (num_tokens - 1).bit_length())
+    target._previous_max_cache_length = length  # where the host remembers the longest cache so far
+    return length
 
 
 def prompt_lookup_way(target, num_tokens: int = 10) -> Way | None:
@@ -144,9 +183,14 @@ def accepts(drelay, **options) -> bool:
     return True
 
 
-def standard_ways(target, drafters: Iterable[tuple[str, object]], gate=None, max_stages=None, **options) -> list[Way]:
-    """Everything the benchmark compares by default: baselines, and every drafter with DLoop off, fixed and auto."""
-    ways = [plain_way(), compiled_way(target), prompt_lookup_way(target)]
+def standard_ways(
+    target, drafters: Iterable[tuple[str, object]], gate=None, max_stages=None, compiled: bool | None = None, **options
+) -> list[Way]:
+    """
+    Everything the benchmark compares by default: baselines, and every drafter with DLoop off, fixed and auto.
+    `compiled` is `is_asked` of [`compiled_way`].
+    """
+    ways = [plain_way(), compiled_way(target, compiled), prompt_lookup_way(target)]
     for name, drelay in drafters:
         ways += drafter_ways(name, drelay, gate, max_stages, **options)
     return [way for way in ways if way is not None]

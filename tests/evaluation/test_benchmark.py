@@ -2,16 +2,28 @@
 
 import json
 import random
+import time
 
 import pytest
 import torch
+from transformers import StaticCache
 
 from hf_drelay.evaluation import benchmark as module
 from hf_drelay.evaluation.benchmark import BenchmarkConfig, run_benchmark, token_origins
 from hf_drelay.evaluation.measure import PHASES, Measurement, TargetClock, measure
 from hf_drelay.evaluation.tasks import Conversation
-from hf_drelay.evaluation.ways import PLAIN, PROMPT_LOOKUP, drafter_way, plain_way, prompt_lookup_way, standard_ways
+from hf_drelay.evaluation.ways import (
+    COMPILED,
+    PLAIN,
+    PROMPT_LOOKUP,
+    compiled_way,
+    drafter_way,
+    plain_way,
+    prompt_lookup_way,
+    standard_ways,
+)
 from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
+from hf_drelay.modeling.compat import cache_argument
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 
@@ -195,6 +207,172 @@ def inputs_of(tiny, length: int = 12) -> dict:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+class Ticking:
+    """A clock that stands still but for the costs that a test names, in the place of `time.perf_counter`."""
+
+    def __init__(self):
+        self.now_ms = 1e6
+        self.handles = []
+
+    def __call__(self) -> float:
+        return self.now_ms / 1e3
+
+    def add(self, ms: float) -> None:
+        self.now_ms += ms
+
+    def costs(self, module, ms) -> list[float]:
+        """Let each forward of `module` take `ms(width)`; returns what they took so far, as it grows."""
+        spent = []
+
+        def charge(module, args, kwargs):
+            inputs = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+            spent.append(ms(inputs.shape[1]))
+            self.add(spent[-1])
+
+        self.handles.append(module.register_forward_pre_hook(charge, with_kwargs=True))
+        return spent
+
+
+@pytest.fixture
+def ticking(monkeypatch):
+    clock = Ticking()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    yield clock
+    for handle in clock.handles:
+        handle.remove()
+
+
+class TestCostAwareGate:
+    """Rows of `loop_gate="auto"`, with a clock that makes every decision the same on every machine."""
+
+    def measure(self, tiny, ticking, draft_ms: float, num_calls: int = 1, **options):
+        """A drafter that is right at every position, a target of `10 + tokens` ms, and a selector of 2 ms."""
+        target, inputs = tiny.build_target("llama"), inputs_of(tiny)
+        reference = tiny.greedy(target, inputs["input_ids"], max_new_tokens=80)[0].tolist()
+        drafter = tiny.scripted_drafter(target, reference, spoiled=0.1, selector_scale=0.0)
+        read = drafter.selector.read
+        drafter.selector.read = lambda inputs: ticking.add(2.0) or read(inputs)
+        way = drafter_way("auto", drafter, loop_gate="auto", **options)
+        for view in (way.assistant, way.profiled_assistant):
+            view.cost_model().clock = ticking
+        verified = ticking.costs(target.get_decoder(), lambda width: 10.0 + width)
+        drafted = ticking.costs(drafter.drafter, lambda width: draft_ms)
+        results = []
+        for _ in range(num_calls):
+            verified.clear(), drafted.clear()
+            result = measure(target, inputs, way, do_sample=False, max_new_tokens=80)
+            assert result.new_ids == reference[12:]
+            results.append((result, list(verified), list(drafted)))
+        return results
+
+    @pytest.mark.parametrize("draft_ms", [1.0, 60.0], ids=["cheap", "dear"])
+    def test_every_ms_is_in_the_drawer_of_its_phase(self, tiny, ticking, draft_ms):
+        """The clock moves in the three modules alone, so nothing may be left for the overhead."""
+        ((result, verified, drafted),) = self.measure(tiny, ticking, draft_ms)
+        phases = result.phases_ms
+        assert phases["prefill"] == pytest.approx(22.0) and phases["verify"] == pytest.approx(sum(verified[1:]))
+        assert len(drafted) > 1 and phases["draft"] == pytest.approx(sum(drafted))
+        assert phases["select"] == pytest.approx(2.0 * sum(result.statistics.num_stages))
+        assert phases["overhead"] == pytest.approx(0.0, abs=1e-6)
+        assert sum(phases.values()) == pytest.approx(result.phases_walltime_ms) == pytest.approx(ticking_ms(result))
+
+    def test_rounds_with_and_without_a_draft_are_counted_apart(self, tiny, ticking):
+        ((result, verified, _),) = self.measure(tiny, ticking, draft_ms=1.0)
+        drafted = result.statistics
+        assert result.round_widths[:3] == [1, 1, 1], "the first steps measure the target alone"
+        assert drafted.num_plain_rounds == result.round_widths.count(1) >= 3
+        assert drafted.num_rounds == len(result.round_widths) - drafted.num_plain_rounds >= 10
+        assert drafted.num_rounds + drafted.num_plain_rounds == result.num_forwards == len(verified) - 1
+        own = [n for n, width in zip(result.round_lengths, result.round_widths, strict=True) if width > 1]
+        assert drafted.num_committed == own and 1 + sum(result.round_lengths) == len(result.new_ids)
+        assert drafted.num_drafted == [width - 1 for width in result.round_widths if width > 1]
+        assert max(drafted.num_stages) > 1, "it never looped"
+        assert drafted.acceptance_length == pytest.approx(sum(own) / len(own))
+        reached = [n for n, width in zip(own, drafted.num_drafted, strict=True) if width > 1 and n > 1]
+        assert drafted.acceptance_by_slot[1] == pytest.approx(sum(n > 2 for n in reached) / len(reached), abs=0.2)
+        origins = token_origins(result)
+        assert len(origins) == len(result.new_ids) and origins[:4] == "tttt"
+        assert origins.count("t") == 1 + result.num_forwards - (result.round_lengths[-1] == drafted.num_accepted[-1])
+
+    def test_drafting_that_loses_is_put_off_and_tau_leaves_those_rounds_out(self, tiny, ticking):
+        ((result, _, _),) = self.measure(tiny, ticking, draft_ms=200.0)
+        drafted = result.statistics
+        assert 1 <= drafted.num_rounds < 0.3 * result.num_forwards
+        assert drafted.acceptance_length > 2 > sum(result.round_lengths) / result.num_forwards
+
+    def test_what_was_learned_is_kept_from_prompt_to_prompt(self, tiny, ticking):
+        (first, *_), (second, *_) = self.measure(tiny, ticking, draft_ms=1.0, num_calls=2)
+        assert first.round_widths[:3] == [1, 1, 1] and second.round_widths[0] > 1
+        assert second.statistics.num_plain_rounds < first.statistics.num_plain_rounds
+
+    def test_a_pause_ends_with_its_text(self, tiny, ticking):
+        (_, (second, *_)) = self.measure(tiny, ticking, draft_ms=200.0, num_calls=2)
+        assert second.round_widths[0] > 1
+
+
+def ticking_ms(result: Measurement) -> float:
+    return 1e3 * result.walltimes_s[0]
+
+
+class TestCompiled:
+    """Plain decoding with a static cache and compilation; tracing alone, which needs no compiler."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def compiled(cls, tiny, parts, tmp_path_factory):
+        target, tokenizer, ways = parts
+        seen = []
+
+        def look(module, args, kwargs):
+            cache = cache_argument(kwargs)
+            if type(cache) is StaticCache:
+                seen.append((kwargs["input_ids"].shape[1], cache.layers[0].max_cache_len))
+
+        handle = target.register_forward_pre_hook(look, with_kwargs=True)
+        ways = [ways[0], compiled_way(target, is_asked=True, backend="eager"), ways[2]]
+        output = tmp_path_factory.mktemp("compiled") / "rows.json"
+        conversations = [CONVERSATIONS[3], CONVERSATIONS[0]]
+        rows = run_benchmark(target, tokenizer, ways, conversations, CONFIG, output, quiet=True)
+        handle.remove()
+        return rows, seen
+
+    def test_every_row_has_its_speedup_over_it(self, compiled):
+        rows, _ = compiled
+        for row in rows:
+            turn = [r for r in rows if (r["prompt"], r["turn"]) == (row["prompt"], row["turn"])]
+            (reference,) = (r for r in turn if r["kind"] == "compiled")
+            assert row["speedup_over_compiled"] == pytest.approx(row["tokens_per_s"] / reference["tokens_per_s"])
+            assert row["identical"]
+
+    def test_it_has_no_phases_and_a_static_cache(self, compiled):
+        for row in (row for row in compiled[0] if row["kind"] == "compiled"):
+            assert row["phases_ms"] is None and row["cache"] == "static" and row["statistics"] is None
+
+    def test_warm_up_is_the_call_that_is_measured(self, compiled):
+        """Each prompt comes twice in a row, with a cache of the same length, which a long one before has no say in."""
+        _, seen = compiled
+        lengths = [row["prompt_tokens"] for row in compiled[0] if row["kind"] == "compiled"]
+        prefills = [(length, slots) for length, slots in seen if length > 1]
+        expected = [(length, 512 if length + 10 > 256 else 256) for length in lengths]
+        assert prefills == [call for call in expected for _ in range(2)]
+        assert lengths[1] + 10 > 256 and lengths[2] < 20, "a long prompt has to come before a short one"
+
+    def test_it_is_absent_where_it_was_not_run(self, measured):
+        assert not any("speedup_over_compiled" in row for row in measured[0])
+
+    def test_a_cpu_compiles_only_when_it_is_asked_to(self, tiny):
+        target = tiny.build_target("llama")
+        assert compiled_way(target) is None and compiled_way(target, is_asked=False) is None
+        names = [way.name for way in standard_ways(target, [], compiled=True)]
+        assert names == [PLAIN, COMPILED, PROMPT_LOOKUP]
+
+    def test_a_target_that_cannot_be_compiled_is_named(self, tiny, monkeypatch):
+        target = tiny.build_target("llama")
+        monkeypatch.setattr(target, "_valid_auto_compile_criteria", lambda *arguments: False)
+        with pytest.raises(ValueError, match="`compiled` was asked for, but generate\\(\\) cannot compile Llama"):
+            compiled_way(target, is_asked=True)
+
+
 class TestKnownDrafters:
     def test_perfect_drafter_has_a_tau_of_k_plus_one(self, tiny):
         target, inputs = tiny.build_target("llama"), inputs_of(tiny)
@@ -208,30 +386,31 @@ class TestKnownDrafters:
         assert result.new_ids == reference[12:]
         assert token_origins(result) == "t" + "kkkkt" * 6
 
-    def test_drafter_that_proposes_nothing_loses_exactly_its_overhead(self, tiny, monkeypatch):
-        """With the clock replaced by one that counts, walltimes are exact: the speedup is one minus the overhead."""
+    def test_drafter_that_proposes_nothing_loses_exactly_its_overhead(self, tiny, monkeypatch, ticking):
+        """Plain decoding spends 1 ms beside each forward, and keeping the states another one."""
         target, inputs = tiny.build_target("llama"), inputs_of(tiny)
-        drafter = tiny.build_drafter(target)
-        way = drafter_way("silent", drafter)
+        way = drafter_way("silent", tiny.build_drafter(target))
 
         def no_stages(self, input_ids):
             return []
             yield
 
         monkeypatch.setattr(DRelayCandidateGenerator, "stages", no_stages)
+        ticking.costs(target.get_decoder(), lambda width: 10.0)
+        for owner in (torch, torch.Tensor):
+            argmax = owner.argmax
+            monkeypatch.setattr(owner, "argmax", lambda *a, argmax=argmax, **k: ticking.add(1.0) or argmax(*a, **k))
+        feed = DRelayCandidateGenerator.feed
+        monkeypatch.setattr(DRelayCandidateGenerator, "feed", lambda g, s: ticking.add(1.0) or feed(g, s))
         arguments = {"do_sample": False, "max_new_tokens": 12}
         plain = measure(target, inputs, plain_way(), **arguments)
         silent = measure(target, inputs, way, **arguments)
         assert silent.new_ids == plain.new_ids and silent.statistics.num_rounds == 0
-        assert silent.num_forwards == plain.num_forwards
-        # Give the target's forwards, which are the same work, the same time; everything else as measured.
-        for phase in ("prefill", "verify"):
-            silent.phases_walltime_ms += plain.phases_ms[phase] - silent.phases_ms[phase]
-            silent.phases_ms[phase] = plain.phases_ms[phase]
-        speedup = plain.phases_walltime_ms / silent.phases_walltime_ms
+        assert silent.num_forwards == plain.num_forwards == 11
+        assert plain.walltimes_s[0] == pytest.approx(12 * 11e-3) and silent.walltimes_s[0] > plain.walltimes_s[0]
         figures = module._phase_figures(silent, plain)
-        assert figures["overhead_share"] == pytest.approx(1 - speedup, abs=1e-9)
-        assert figures["phases_ms"]["overhead"] > 0
+        speedup = module._speed(silent, plain, None)["speedup"]
+        assert 0 < figures["overhead_share"] == pytest.approx(1 - speedup, abs=1e-9)
 
     def test_prompt_lookup_is_counted_from_the_targets_forwards(self, tiny):
         """On a text that repeats itself, drafts copied from it are accepted."""
