@@ -6,14 +6,17 @@ marker colours that are replaced by CSS variables afterwards.
 
 import io
 import math
+import os
 import re
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_drelay.modeling.configuration_drelay import AUTO
+
 from .measure import PHASES
 from .summary import ALL_TASKS
-from .ways import PLAIN
 
 
 # Distinguishable with the common kinds of colour blindness, and readable on their ground.
@@ -27,7 +30,11 @@ DARK_SERIES = (
 )
 ROUND_PHASES = tuple(phase for phase in PHASES if phase != "prefill")
 MARKERS = "osD^vP*X<>dh"
+HATCHES = ("", "////", "....", "xxxx")
+LINES = ("-", "--", ":", "-.")
 WIDTH = 9.0  # inches
+MIN_ROUNDS = 10  # that must have reached a slot to show its acceptance
+BARS_IN_A_LINE = 64  # of grouped bars; more are spread over several lines of axes
 
 
 @dataclass(frozen=True)
@@ -70,21 +77,29 @@ def _plotting():
             "Drawing figures needs `matplotlib`. Install it with `pip install 'hf-drelay[bench]'`."
         ) from error
     matplotlib.rcParams["svg.hashsalt"] = "hf_drelay"  # the same figure gives the same file
+    matplotlib.rcParams["text.parse_math"] = False  # a name may hold dollars
     return Figure
 
 
 def start_figure(palette: Palette, height: float):
-    figure = _plotting()(figsize=(WIDTH, height), layout="constrained")
-    figure.patch.set_facecolor(palette.ground or "none")
-    axes = figure.add_subplot()
-    axes.set_facecolor("none")
-    axes.tick_params(colors=palette.text, labelcolor=palette.text)
-    axes.grid(color=palette.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(palette.text)
+    figure, (axes,) = _start_lines(palette, height, 1)
     return figure, axes
+
+
+def _start_lines(palette: Palette, height: float, num_lines: int):
+    """A figure with axes below each other, each `height` inches high."""
+    figure = _plotting()(figsize=(WIDTH, height * num_lines), layout="constrained")
+    figure.patch.set_facecolor(palette.ground or "none")
+    lines = figure.subplots(num_lines, sharey=True, squeeze=False)[:, 0]
+    for axes in lines:
+        axes.set_facecolor("none")
+        axes.tick_params(colors=palette.text, labelcolor=palette.text)
+        axes.grid(color=palette.grid, linewidth=0.8)
+        axes.set_axisbelow(True)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(palette.text)
+    return figure, lines
 
 
 def label_axes(axes, palette: Palette, x: str, y: str) -> None:
@@ -97,12 +112,31 @@ def draw_legend(figure, axes, palette: Palette) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
-    longest = max(len(label) for label in labels)
+    labels = [_wrapped(label, 110) for label in labels]
+    longest = max(len(line) for label in labels for line in label.splitlines())
     columns = max(1, min(len(labels), int(125 / (longest + 8))))
-    figure.set_figheight(figure.get_figheight() + 0.22 * math.ceil(len(labels) / columns))
+    num_lines = math.ceil(len(labels) / columns) * max(label.count("\n") + 1 for label in labels)
+    figure.set_figheight(figure.get_figheight() + 0.22 * num_lines)
     figure.legend(
         handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=palette.text, fontsize=9
     )
+
+
+def _wrapped(name: str, width: int) -> str:
+    """A name in lines of at most `width` characters."""
+    return "\n".join(textwrap.wrap(name, width)) or " "
+
+
+def _legend_name(name: str) -> str:
+    """The library leaves names that begin with an underscore out of a legend."""
+    return f" {name}" if name.startswith("_") else name
+
+
+def _name_bars(axes, names: list[str]) -> None:
+    """Names of horizontal bars, the first one on top."""
+    axes.set_yticks(range(len(names)), [_wrapped(name, 44) for name in names])
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
 
 
 def _ways(records: list[dict], condition: Callable[[dict], bool] = lambda record: True) -> list[str]:
@@ -110,8 +144,19 @@ def _ways(records: list[dict], condition: Callable[[dict], bool] = lambda record
 
 
 def _numbers(records: list[dict]) -> dict[str, int]:
-    """Colour of each way, the same in all figures."""
-    return {way: number for number, way in enumerate(w for w in _ways(records) if w != PLAIN)}
+    """
+    Number of each way, the same in all figures. It stands for a colour; where there are more ways than colours, those
+    of one colour differ by their marker and line, or by their hatch.
+    """
+    return {way: number for number, way in enumerate(_ways(records, lambda r: r["kind"] != "plain"))}
+
+
+def _marker(number: int) -> str:
+    return MARKERS[(number + number // len(LIGHT_SERIES)) % len(MARKERS)]
+
+
+def _variant(number: int, variants: tuple[str, ...]) -> str:
+    return variants[number // len(LIGHT_SERIES) % len(variants)]
 
 
 def _tasks(records: list[dict]) -> list[str]:
@@ -123,35 +168,49 @@ def _find(records: list[dict], task: str, way: str) -> dict | None:
     return next((r for r in records if r["task"] == task and r["way"] == way), None)
 
 
-def _grouped_bars(records, palette, ways, value, error=None, height=4.2):
-    """Bars of each way side by side for each task; a bar's whisker spans the quartiles."""
-    figure, axes = start_figure(palette, height)
+def _grouped_bars(records, palette, ways, value, line: tuple[float, str], y: str, error=None):
+    """
+    Bars of each way side by side for each task, and a horizontal line with its name; a bar's whisker spans the
+    quartiles.
+    """
     tasks, numbers = _tasks(records), _numbers(records)
-    width = 0.8 / max(1, len(ways))
-    for place, way in enumerate(ways):
-        positions, values, whiskers = [], [], [[], []]
-        for group, task in enumerate(tasks):
-            record = _find(records, task, way)
-            found = None if record is None else value(record)
-            if found is None:
-                continue
-            positions.append(group - 0.4 + width * (place + 0.5))
-            values.append(found)
-            low, high = (found, found) if error is None else error(record)
-            whiskers[0].append(max(0.0, found - low))
-            whiskers[1].append(max(0.0, high - found))
-        axes.bar(
-            positions,
-            values,
-            width * 0.9,
-            label=way,
-            color=palette.color(numbers[way]),
-            yerr=None if error is None else whiskers,
-            error_kw={"ecolor": palette.text, "elinewidth": 1.0, "capsize": 2},
-        )
-    axes.set_xticks(range(len(tasks)), tasks, fontsize=10 if len(tasks) <= 6 else 8)
-    axes.grid(axis="x", visible=False)
-    return figure, axes
+    num_lines = math.ceil(len(tasks) / max(1, BARS_IN_A_LINE // len(ways)))
+    groups = math.ceil(len(tasks) / num_lines)
+    figure, lines = _start_lines(palette, 4.2 if num_lines == 1 else 2.8, num_lines)
+    width = 0.8 / len(ways)
+    for number, axes in enumerate(lines):
+        own = tasks[number * groups : (number + 1) * groups]
+        for place, way in enumerate(ways):
+            positions, values, whiskers = [], [], [[], []]
+            for group, task in enumerate(own):
+                record = _find(records, task, way)
+                found = None if record is None else value(record)
+                if found is None:
+                    continue
+                positions.append(group - 0.4 + width * (place + 0.5))
+                values.append(found)
+                low, high = (found, found) if error is None else error(record)
+                whiskers[0].append(max(0.0, found - low))
+                whiskers[1].append(max(0.0, high - found))
+            axes.bar(
+                positions,
+                values,
+                width * 0.9,
+                label=_legend_name(way),
+                color=palette.color(numbers[way]),
+                hatch=_variant(numbers[way], HATCHES),
+                edgecolor=palette.text,
+                linewidth=0.0,
+                yerr=None if error is None else whiskers,
+                error_kw={"ecolor": palette.text, "elinewidth": 1.0, "capsize": 2 if len(ways) < 12 else 0},
+            )
+        axes.axhline(line[0], color=palette.text, linewidth=1.2, linestyle="--", label=line[1])
+        axes.set_xticks(range(len(own)), own, fontsize=10 if len(own) <= 6 else 8)
+        axes.set_xlim(-0.5, groups - 0.5)
+        axes.grid(axis="x", visible=False)
+        label_axes(axes, palette, "task" if number == num_lines - 1 else "", y)
+    draw_legend(figure, lines[0], palette)
+    return figure
 
 
 def speedup_figure(records, palette):
@@ -159,17 +218,15 @@ def speedup_figure(records, palette):
     ways = _ways(records, lambda r: r["kind"] != "plain" and r["speedup"] is not None)
     if not ways:
         return None
-    figure, axes = _grouped_bars(
+    return _grouped_bars(
         records,
         palette,
         ways,
         lambda r: None if r["speedup"] is None else r["speedup"][1],
+        (1.0, "plain generate()"),
+        "speedup over plain (×)",
         lambda r: (r["speedup"][0], r["speedup"][2]),
     )
-    axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="plain generate()")
-    label_axes(axes, palette, "task", "speedup over plain (×)")
-    draw_legend(figure, axes, palette)
-    return figure
 
 
 def tau_figure(records, palette):
@@ -177,11 +234,8 @@ def tau_figure(records, palette):
     ways = _ways(records, lambda r: _tau(r) is not None)
     if not ways:
         return None
-    figure, axes = _grouped_bars(records, palette, ways, _tau)
-    axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="nothing accepted")
-    label_axes(axes, palette, "task", "τ (tokens a round, bonus counted)")
-    draw_legend(figure, axes, palette)
-    return figure
+    line = (1.0, "nothing accepted")
+    return _grouped_bars(records, palette, ways, _tau, line, "τ (tokens a round, bonus counted)")
 
 
 def _tau(record: dict) -> float | None:
@@ -190,22 +244,25 @@ def _tau(record: dict) -> float | None:
 
 def acceptance_figure(records, palette):
     """Conditional acceptance at each slot of a round."""
-    ways = _ways(records, lambda r: r["statistics"] is not None and r["statistics"]["acceptance_by_slot"])
+    ways = _ways(
+        [record for record in records if record["task"] == ALL_TASKS],
+        lambda r: r["statistics"] is not None and _acceptance(r["statistics"]),
+    )
     if not ways:
         return None
     figure, axes = start_figure(palette, 4.2)
     numbers = _numbers(records)
     longest = 1
     for way in ways:
-        rates = _find(records, ALL_TASKS, way)["statistics"]["acceptance_by_slot"]
-        points = [(slot, 100 * rate) for slot, rate in enumerate(rates, start=1) if rate is not None]
-        longest = max(longest, len(rates))
+        points = _acceptance(_find(records, ALL_TASKS, way)["statistics"])
+        longest = max([longest, *(slot for slot, _ in points)])
         axes.plot(
             [slot for slot, _ in points],
             [rate for _, rate in points],
-            marker=MARKERS[numbers[way] % len(MARKERS)],
+            marker=_marker(numbers[way]),
+            linestyle=_variant(numbers[way], LINES),
             markersize=5,
-            label=way,
+            label=_legend_name(way),
             color=palette.color(numbers[way]),
         )
     axes.set_ylim(0, 104)
@@ -214,6 +271,17 @@ def acceptance_figure(records, palette):
     label_axes(axes, palette, "slot in the round", "accepted, given all earlier slots (%)")
     draw_legend(figure, axes, palette)
     return figure
+
+
+def _acceptance(statistics: dict) -> list[tuple[int, float]]:
+    """`(slot, accepted %)` of the slots that enough rounds reached to tell."""
+    rounds = list(zip(statistics["num_committed"], statistics["num_drafted"], strict=True))
+    points = []
+    for slot, rate in enumerate(statistics["acceptance_by_slot"], start=1):
+        num_reached = sum(committed >= slot and drafted >= slot for committed, drafted in rounds)
+        if num_reached >= MIN_ROUNDS:
+            points.append((slot, 100 * rate))
+    return points
 
 
 def phases_figure(records, palette):
@@ -228,9 +296,7 @@ def phases_figure(records, palette):
         label = "verify (target forward)" if phase == "verify" else phase
         axes.barh(range(len(chosen)), values, left=left, height=0.62, label=label, color=palette.color(number))
         left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.set_yticks(range(len(chosen)), [r["way"] for r in chosen])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+    _name_bars(axes, [r["way"] for r in chosen])
     label_axes(axes, palette, "time of a round (ms)", "")
     draw_legend(figure, axes, palette)
     return figure
@@ -247,66 +313,86 @@ def break_even_figure(records, palette):
     figure, axes = start_figure(palette, 4.4)
     numbers = _numbers(records)
     points = [r for r in records if r["way"] in ways and r["tokens_per_round"] and r["speedup"] is not None]
-    highest = max([r["tokens_per_round"] for r in points] + [r["break_even_tau"] or 1.0 for r in points]) * 1.08
     for way in ways:
         color, even = palette.color(numbers[way]), _find(records, ALL_TASKS, way)["break_even_tau"]
         own = [r for r in points if r["way"] == way]
-        axes.plot([1.0, highest], [1.0 / even, highest / even], color=color, linewidth=1.2, alpha=0.7)
+        highest = 1.08 * max([even, *(r["tokens_per_round"] for r in own)])
+        line = _variant(numbers[way], LINES)
+        axes.plot([1.0, highest], [1.0 / even, highest / even], color=color, linewidth=1.2, alpha=0.7, linestyle=line)
         axes.scatter(
             [r["tokens_per_round"] for r in own],
             [r["speedup"][1] for r in own],
             color=color,
-            marker=MARKERS[numbers[way] % len(MARKERS)],
+            marker=_marker(numbers[way]),
             s=28,
-            label=f"{way}: breaks even at τ = {even:.2f}",
+            label=_legend_name(f"{way}: breaks even at τ = {even:.2f}"),
             zorder=3,
         )
     axes.axhline(1.0, color=palette.text, linewidth=1.2, linestyle="--", label="plain generate()")
-    label_axes(axes, palette, "tokens a round, bonus counted", "speedup over plain (×)")
+    label_axes(axes, palette, "tokens a forward of the target, bonus counted", "speedup over plain (×)")
     draw_legend(figure, axes, palette)
     return figure
 
 
 def gate_figure(records, palette):
-    """What DLoop wins over the same drafter without it, against the gate."""
+    """What DLoop wins over the same drafter without it, against the gate; the cost-aware one stands beside them."""
     lines = _gate_lines(records)
     if not lines:
         return None
     figure, axes = start_figure(palette, 4.2)
+    gates = sorted({gate for points in lines.values() for gate in points}, key=_gate_order)
     for number, (label, points) in enumerate(lines.items()):
-        color = palette.color(number)
-        xs = [gate for gate, *_ in points]
-        axes.plot(xs, [100 * (tau - 1) for _, tau, _ in points], color=color, marker="o", label=f"{label}: τ")
-        speeds = [100 * (speed - 1) for *_, speed in points]
-        axes.plot(xs, speeds, color=color, marker="s", linestyle=":", label=f"{label}: speed")
+        color, mark = palette.color(number), _variant(number, ("full", "none", "left", "right"))
+        for gain, (what, marker, line) in enumerate((("tokens", "o", "-"), ("speed", "s", ":"))):
+            for known in (True, False):  # no line leads to the gate that is no number
+                own = {gate: ratios for gate, ratios in points.items() if (gate != AUTO) == known}
+                axes.plot(
+                    [gates.index(gate) for gate in own],
+                    [100 * (ratios[gain] - 1) for ratios in own.values()],
+                    color=color,
+                    marker=marker,
+                    fillstyle=mark,
+                    linestyle=line,
+                    label=_legend_name(f"{label}: {what}") if known == (set(points) != {AUTO}) else "_",
+                )
     axes.axhline(0.0, color=palette.text, linewidth=1.2, linestyle="--", label="DLoop off")
+    axes.set_xticks(range(len(gates)), [gate if isinstance(gate, str) else f"{gate:g}" for gate in gates])
+    axes.set_xlim(-0.5, len(gates) - 0.5)
     label_axes(axes, palette, "loop gate (log-confidence of a stage, nats)", "gain over DLoop off (%)")
     draw_legend(figure, axes, palette)
     return figure
 
 
-def _gate_lines(records) -> dict[str, list[tuple[float, float, float]]]:
-    """`(gate, ratio of τ, ratio of speed)` by drafter and options, against the same with DLoop off."""
-    chosen = [r for r in records if r["task"] == ALL_TASKS and r["kind"] == "drafter" and _tau(r) is not None]
-    lines: dict[str, list] = {}
+def _gate_order(gate: float | str) -> float:
+    """Wide open, then numbers, then cost-aware."""
+    return {"-inf": -math.inf, AUTO: math.inf}.get(gate, gate)
+
+
+def _gate_lines(records) -> dict[str, dict[float | str, tuple[float, float]]]:
+    """
+    By drafter and options, for each gate, the ratios of tokens by forwards and of speed to the same with DLoop off.
+    Tokens by forwards is τ with the rounds counted that did not draft: a cost-aware gate has many of them.
+    """
+    chosen = [r for r in records if r["task"] == ALL_TASKS and r["kind"] == "drafter" and r["tokens_per_round"]]
+    lines: dict[str, dict] = {}
     for r in chosen:
-        gate = r["loop_gate"]
-        if not isinstance(gate, int | float):
-            continue
         same = [b for b in chosen if b["loop_gate"] is None and _base(b) == _base(r)]
-        base = next((b for b in same if r["way"].startswith(b["way"])), same[0] if same else None)
-        if base is None or not base["speedup_total"]:
+        if r["loop_gate"] is None or not same:
             continue
-        tokens = "" if r["num_draft_tokens"] is None else f", {r['num_draft_tokens']} drafts"
-        label = f"{base['way']}{tokens}" if len(same) > 1 else f"{r['drafter']}{tokens}"
-        label = f"{label}, ≤ {r['max_stages']} stages"
-        point = (gate, _tau(r) / _tau(base), r["speedup_total"] / base["speedup_total"])
-        lines.setdefault(label, []).append(point)
-    return {label: sorted(points) for label, points in lines.items()}
+        # Of several, the one whose name this way's continues.
+        base = max(same, key=lambda b: len(os.path.commonprefix([b["way"], r["way"]])))
+        if not base["speedup_total"] or not r["speedup_total"]:
+            continue
+        label = f"{base['way'].removesuffix(', DLoop off')}, ≤ {r['max_stages']} stages"
+        ratios = r["tokens_per_round"] / base["tokens_per_round"], r["speedup_total"] / base["speedup_total"]
+        lines.setdefault(label, {})[r["loop_gate"]] = ratios
+    return {label: dict(sorted(points.items(), key=lambda p: _gate_order(p[0]))) for label, points in lines.items()}
 
 
 def _base(record: dict) -> tuple:
-    return record["drafter"], record["num_draft_tokens"], record["block_size"]
+    """What two ways must share to differ in DLoop alone."""
+    names = ("run", "drafter", "drafter_weights_sha256", "num_draft_tokens", "block_size", "use_selector")
+    return tuple(record[name] for name in names)
 
 
 def repairs_figure(records, palette):
@@ -322,9 +408,7 @@ def repairs_figure(records, palette):
     for label, color, counts in zip(labels, (2, 1, 5), zip(*map(_repair_counts, chosen), strict=True), strict=True):
         axes.barh(places, counts, left=left, height=0.62, label=label, color=palette.color(color))
         left = [a + b for a, b in zip(left, counts, strict=True)]
-    axes.set_yticks(places, [r["way"] for r in chosen])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+    _name_bars(axes, [r["way"] for r in chosen])
     axes.xaxis.get_major_locator().set_params(integer=True)
     label_axes(axes, palette, "repaired slots that were verified (count)", "")
     draw_legend(figure, axes, palette)
@@ -344,9 +428,16 @@ FIGURES: dict[str, tuple[Callable, str]] = {
         "Speedup against τ, a point for each task. A line shows what the measured cost of a round makes of a τ; where "
         "it crosses the dashed line, drafting neither wins nor loses.",
     ),
-    "acceptance_by_slot": (acceptance_figure, "Acceptance at each slot among rounds that accepted all earlier slots."),
+    "acceptance_by_slot": (
+        acceptance_figure,
+        "Acceptance at each slot among rounds that accepted all earlier slots, where at least ten did.",
+    ),
     "round_ms": (phases_figure, "Where a round's milliseconds go, mean over all rounds."),
-    "dloop_gain": (gate_figure, "What DLoop wins over the same drafter with one stage, by its gate."),
+    "dloop_gain": (
+        gate_figure,
+        "What DLoop wins over the same drafter with one stage, by its gate: in tokens a forward of the target, and in "
+        "tokens/s.",
+    ),
     "repairs": (repairs_figure, "Repairs of the selector, by what the target chose."),
 }
 

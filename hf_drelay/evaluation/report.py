@@ -87,9 +87,15 @@ def _headlines(records: list[dict]) -> list[dict]:
         lines.append({"value": f"{best['speedup_total']:.2f}×", "text": f"tokens/s of {best['way']} over plain"})
         drafted = best["statistics"] or {}
         if drafted.get("acceptance_length"):
-            lines.append({"value": f"{drafted['acceptance_length']:.2f}", "text": "its τ, tokens a round"})
-        if best["break_even_tau"]:
-            lines.append({"value": f"{best['break_even_tau']:.2f}", "text": "τ at which it breaks even here"})
+            lines.append(
+                {"value": f"{drafted['acceptance_length']:.2f}", "text": "its τ, tokens a round with a draft"}
+            )
+        if best["break_even_tau"] and best["tokens_per_round"]:
+            even = f"tokens a forward of the target; it breaks even at {best['break_even_tau']:.2f} here"
+            lines.append({"value": f"{best['tokens_per_round']:.2f}", "text": even})
+        over_compiled = best.get("speedup_over_compiled")
+        value = "not measured" if over_compiled is None else f"{over_compiled[1]:.2f}×"
+        lines.append({"value": value, "text": "its median speedup over compiled plain decoding"})
     compared = sum(r["num_compared"] for r in total)
     if compared:
         same = sum(r["num_identical"] for r in total)

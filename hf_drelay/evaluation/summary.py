@@ -8,30 +8,42 @@ from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 from .measure import PHASES
 from .records import recover_rows
-from .ways import PLAIN
+from .tasks import ALL_TASKS
 
 
-ALL_TASKS = "all"
+# What a summary and a report need of every row; a row without a drafter or without phases holds `None` there.
+FIELDS = frozenset(
+    {
+        *("task", "prompt", "turn", "way", "kind", "run", "source", "num_tokens", "walltimes_s", "tokens_per_s"),
+        *("speedup", "phases_ms", "overhead_share", "break_even_tau", "peak_memory_mb", "statistics"),
+        *("target", "target_origin", "target_revision", "target_weights_sha256", "dtype", "attention", "batch_size"),
+        *("settings", "environment"),
+    }
+)
 
 
 def read_rows(paths: Iterable[str | Path]) -> list[dict]:
     """
-    Rows of benchmark files.
+    Rows of benchmark files; a file that is named twice counts once.
 
     Raises:
         OSError: If a file is missing.
         ValueError: If a file holds no rows, or something else.
     """
     rows = []
-    for path in map(Path, paths):
+    for path in dict.fromkeys(Path(path).resolve() for path in paths):
         if not path.is_file():
             raise OSError(f"`rows` {path} is no file; pass what `hf-drelay benchmark` wrote.")
         found = recover_rows(path)
         if not found:
             raise ValueError(f"`rows` {path} holds no rows; run `hf-drelay benchmark` first.")
-        strange = next((row for row in found if not isinstance(row, dict) or not {"task", "way"} <= set(row)), None)
-        if strange is not None:
-            raise ValueError(f"`rows` {path} holds something else than benchmark rows: {str(strange)[:80]!r}.")
+        for number, row in enumerate(found, start=1):
+            missing = sorted(FIELDS - set(row)) if isinstance(row, dict) else ["anything"]
+            if missing:
+                raise ValueError(
+                    f"`rows` {path}, row {number}, holds something else than a benchmark row, for it lacks "
+                    f"`{missing[0]}`: {str(row)[:80]!r}. Pass files of `hf-drelay benchmark` or `sweep`."
+                )
         rows += found
     return rows
 
@@ -67,7 +79,7 @@ def summarize(rows: list[dict]) -> list[dict]:
     the ratio of all tokens by all seconds, which long answers dominate.
     """
     rows = _named_apart(rows)
-    names = list(dict.fromkeys(row["way"] for row in rows))
+    names = list(dict.fromkeys(row["way"] for row in rows))  # plain decoding of other circumstances has another name
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     records = []
     for task in [*tasks, ALL_TASKS]:
@@ -75,7 +87,7 @@ def summarize(rows: list[dict]) -> list[dict]:
             chosen = [row for row in rows if row["way"] == name and task in (ALL_TASKS, row["task"])]
             if chosen:
                 turns = {_turn(row) for row in chosen}
-                plain = [row for row in rows if row["way"] == PLAIN and _turn(row) in turns]
+                plain = [row for row in rows if row["kind"] == "plain" and _turn(row) in turns]
                 records.append(_summarize_way(task, name, chosen, plain))
     return records
 
@@ -85,13 +97,26 @@ def _turn(row: dict) -> tuple:
     return row.get("run"), row["task"], row["prompt"], row["turn"]
 
 
+def run_labels(rows: list[dict]) -> dict[str | None, str]:
+    """A short name of each run: its target if that tells the runs apart, else the beginning of its hash."""
+    targets = {row["run"]: Path(str(row["target"])).name for row in rows}
+    if len(set(targets.values())) == len(targets):
+        return targets
+    return {run: str(run)[:6] for run in targets}
+
+
 def _named_apart(rows: list[dict]) -> list[dict]:
-    """Rows whose ways bear the number of their run where runs have ways of the same name; plain decoding is one."""
-    runs: dict[str, set] = {}
+    """
+    Rows whose ways bear the name of their run where runs have ways of the same name. Plain decoding of the same
+    target, settings and machine is one way, however many runs measured it.
+    """
+    labels, kinds = run_labels(rows), {}
     for row in rows:
-        runs.setdefault(row["way"], set()).add(row.get("run"))
-    shared = {way for way, found in runs.items() if len(found) > 1 and way != PLAIN}
-    return [row | {"way": f"{row['way']} [{row['run'][:6]}]"} if row["way"] in shared else row for row in rows]
+        same = ("target_weights_sha256", "dtype", "attention", "settings", "environment")
+        own = str([row[name] for name in same]) if row["kind"] == "plain" else row["run"]
+        kinds.setdefault(row["way"], set()).add(own)
+    shared = {way for way, found in kinds.items() if len(found) > 1}
+    return [row | {"way": f"{row['way']} [{labels[row['run']]}]"} if row["way"] in shared else row for row in rows]
 
 
 def _summarize_way(task: str, name: str, rows: list[dict], plain_rows: list[dict]) -> dict:
@@ -99,14 +124,18 @@ def _summarize_way(task: str, name: str, rows: list[dict], plain_rows: list[dict
     rate, plain_rate = _total_rate(rows), _total_rate(plain_rows)
     compared = [row for row in rows if row.get("identical") is not None]
     first = rows[0]
+    over_compiled = quartiles([row.get("speedup_over_compiled") for row in rows])
     return {
         "task": task,
         "way": name,
         "kind": first["kind"],
+        "run": first["run"],
         "loop_gate": first.get("loop_gate"),
         "max_stages": first.get("max_stages"),
         "num_draft_tokens": first.get("num_draft_tokens"),
         "drafter": first.get("drafter"),
+        "drafter_weights_sha256": first.get("drafter_weights_sha256"),
+        "use_selector": first.get("use_selector"),
         "block_size": first.get("block_size"),
         "num_prompts": len({(row["task"], row["prompt"]) for row in rows}),
         "num_turns": len(rows),
@@ -123,11 +152,11 @@ def _summarize_way(task: str, name: str, rows: list[dict], plain_rows: list[dict
         "num_identical": sum(row["identical"] for row in compared),
         "largest_gap": max((row["divergence"]["logit_gap"] for row in compared if row["divergence"]), default=None),
         "statistics": None if drafted is None else drafted.to_dict(),
-    }
+    } | ({} if over_compiled is None else {"speedup_over_compiled": over_compiled})
 
 
 def _total_rate(rows: list[dict]) -> float:
-    seconds = sum(statistics.median(row["walltimes_s"]) for row in rows)
+    seconds = sum(row["num_tokens"] / row["tokens_per_s"] for row in rows if row["tokens_per_s"])
     return sum(row["num_tokens"] for row in rows) / seconds if seconds else 0.0
 
 
@@ -137,16 +166,18 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _tokens_per_round(rows: list[dict]) -> float | None:
-    """Tokens that a forward of the target yields, those without a draft counted, the prefill and its token not."""
+    """Tokens that a forward of the target yields, those without a draft counted, the prefill and its tokens not."""
     rows = [row for row in rows if row.get("num_forwards")]
     num_rounds = sum(row["num_forwards"] for row in rows)
-    return sum(row["num_tokens"] - 1 for row in rows) / num_rounds if num_rounds else None
+    num_tokens = sum(row.get("round_tokens", row["num_tokens"] - 1) for row in rows)
+    return num_tokens / num_rounds if num_rounds else None
 
 
 def _round_ms(rows: list[dict]) -> dict[str, float] | None:
     """Mean ms of each phase in a round; the prefill is no round. Its overhead counts among that of the rounds."""
-    rows = [row for row in rows if row["phases_ms"] is not None and row["num_forwards"]]
-    num_rounds = sum(row["num_forwards"] for row in rows)
+    rows = [row for row in rows if row["phases_ms"] is not None]
+    # On a GPU the phases are those of a call of their own.
+    num_rounds = sum(row.get("phases_num_forwards", row.get("num_forwards")) or 0 for row in rows)
     if not num_rounds:
         return None
     return {phase: sum(row["phases_ms"][phase] for row in rows) / num_rounds for phase in PHASES if phase != "prefill"}
@@ -165,6 +196,8 @@ def spread(values: tuple | None, digits: int = 2) -> str:
 COLUMNS: tuple[tuple[str, Callable[[dict], str]], ...] = (
     ("way", lambda r: r["way"]),
     ("τ", lambda r: number(_drafted(r, "acceptance_length"))),
+    # Rounds without a draft, which a cost-aware gate has many of, are left out of τ but cost time as all others.
+    ("tokens / forward", lambda r: number(r["tokens_per_round"])),
     ("break-even τ", lambda r: number(r["break_even_tau"] if r["kind"] in ("drafter", "prompt_lookup") else None)),
     ("stages / round", lambda r: number(_drafted(r, "mean_stages"))),
     ("repairs right / harmful", lambda r: _repairs(r)),
@@ -172,6 +205,10 @@ COLUMNS: tuple[tuple[str, Callable[[dict], str]], ...] = (
     ("overhead, % of the time", lambda r: _percent(r["overhead_share"] if r["kind"] == "drafter" else None)),
     ("tokens/s", lambda r: spread(r["tokens_per_s"], 1)),
     ("speedup", lambda r: spread(r["speedup"])),
+    (
+        "speedup over compiled plain",
+        lambda r: spread(r["speedup_over_compiled"]) if "speedup_over_compiled" in r else "not measured",
+    ),
     ("peak memory, MiB", lambda r: number(r["peak_memory_mb"], 0)),
     ("identical", lambda r: _identical(r)),
 )
@@ -213,14 +250,17 @@ def table_rows(records: list[dict], task: str) -> list[list[str]]:
 def markdown_table(records: list[dict], task: str) -> str:
     """The table of one task for README files and cards."""
     lines = ["| " + " | ".join(heading for heading, _ in COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
-    lines += ["| " + " | ".join(cells) + " |" for cells in table_rows(records, task)]
+    lines += [
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in table_rows(records, task)
+    ]
     return "\n".join(lines)
 
 
 def circumstances(rows: list[dict]) -> list[str]:
     """What was measured, where and how: a sentence for each run in the rows."""
     sentences = []
-    for run in dict.fromkeys(row["run"] for row in rows):
+    labels = run_labels(rows)
+    for run, label in labels.items():
         chosen = [row for row in rows if row["run"] == run]
         row, settings, machine = chosen[0], chosen[0]["settings"], chosen[0]["environment"]
         counts = {}
@@ -228,16 +268,20 @@ def circumstances(rows: list[dict]) -> list[str]:
             counts.setdefault(other["source"] or other["task"], set()).add(other["prompt"])
         data = ", ".join(f"{len(prompts)} of {source}" for source, prompts in counts.items())
         sha = (row["target_weights_sha256"] or "unknown")[:12]
+        run_name = f"[{label}] " if len(labels) > 1 else ""
+        is_compiled = any(other["kind"] == "compiled" for other in chosen)
         sentences.append(
-            f"Prompts: {data}; at most {settings['max_new_tokens']} new tokens, temperature "
+            f"{run_name}Prompts: {data}; at most {settings['max_new_tokens']} new tokens, temperature "
             f"{settings['temperature']:g}, seed {settings['seed']}, batch {row['batch_size']}, template mode "
             f"{settings['template_mode'] or 'default'}. Target {row['target']} ({row['target_origin']}, revision "
             f"{row['target_revision'] or 'unknown'}, weights {sha}), {row['dtype']}, attention {row['attention']}; "
             f"{machine['device']}, {machine['cpu_threads']} threads, torch {machine['torch']}, transformers "
             f"{machine['transformers']}, hf_drelay {machine['hf_drelay']}. All ways ran interleaved in one process "
             "behind a warm-up; times include the prefill; τ counts the bonus token and leaves out rounds without a "
-            "draft; speedup is the ratio of tokens/s to plain generate() on the same prompt, median and quartiles "
-            "over turns."
+            "draft, tokens / forward counts them, and is to be compared with the break-even τ. Speedup is the ratio "
+            "of tokens/s to plain eager generate() on the same prompt, median and quartiles over turns; plain "
+            f"decoding with a static cache and compilation was {'measured too' if is_compiled else 'not measured'}. A "
+            "cost-aware gate keeps what it learned from prompt to prompt."
         )
     return sentences
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .records import write_json
 from .summary import ALL_TASKS, summarize
-from .ways import PLAIN, Way, drafter_way, plain_way
+from .ways import Way, drafter_way, plain_way
 
 
 # Stands for minus infinity, which JSON does not have: no block of a draft is that unlikely.
@@ -62,7 +62,7 @@ def point_name(block_size: int, point: dict) -> str:
 
 def best_point(rows: list[dict]) -> dict:
     """Summary of the fastest point: the highest ratio of all tokens by all seconds to plain decoding."""
-    records = [r for r in summarize(rows) if r["task"] == ALL_TASKS and r["way"] != PLAIN]
+    records = [r for r in summarize(rows) if r["task"] == ALL_TASKS and r["kind"] == "drafter"]
     if not records:
         raise ValueError("`rows` hold no point of a sweep; measure at least one.")
     return max(records, key=lambda record: record["speedup_total"] or 0.0)

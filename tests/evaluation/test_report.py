@@ -5,10 +5,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hf_drelay.evaluation.figures import FIGURES, draw_figures
+from hf_drelay.evaluation.figures import FIGURES, LIGHT, _gate_lines, draw_figures
 from hf_drelay.evaluation.records import append_rows
 from hf_drelay.evaluation.report import write_report
 from hf_drelay.evaluation.summary import ALL_TASKS, COLUMNS, markdown, quartiles, read_rows, summarize, table_rows
+from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 
 class TestSummary:
@@ -54,6 +55,57 @@ class TestSummary:
             name = way if way == "plain" else f"{way} [slow]"
             assert both[name] == pytest.approx(speedup)
 
+    def test_several_targets_are_named_apart_plain_decoding_too(self, invented_rows):
+        first = invented_rows(["gsm8k"])
+        other = {"target": "hub/large", "target_weights_sha256": "cd" * 32, "run": "other"}
+        second = [row | other | {"tokens_per_s": row["tokens_per_s"] / 10} for row in first]
+        alone, both = summarize(first), summarize(first + second)
+        assert {r["way"] for r in both} == {f"{r['way']} [{name}]" for r in alone for name in ("tiny", "large")}
+        for record in alone:
+            for name, factor in (("tiny", 1), ("large", 10)):
+                found = next(r for r in both if r["way"] == f"{record['way']} [{name}]" and r["task"] == "gsm8k")
+                assert found["tokens_per_s"][1] == pytest.approx(record["tokens_per_s"][1] / factor)
+                assert found["speedup_total"] == pytest.approx(record["speedup_total"])
+        text = markdown(first + second)
+        assert "[tiny] Prompts: 3 of gsm8k.jsonl" in text and "[large] Prompts: 3 of gsm8k.jsonl" in text
+
+    def test_several_runs_of_one_target_share_plain_decoding(self, invented_rows):
+        first = invented_rows(["gsm8k"])
+        second = [row | {"run": "ffffff000000"} for row in first]
+        names = {r["way"] for r in summarize(first + second)}
+        assert "plain" in names and {"prompt lookup [012345]", "prompt lookup [ffffff]"} <= names
+        assert "[ffffff] Prompts" in markdown(first + second)
+
+    def test_speedup_over_compiled_is_shown_where_it_was_measured(self, invented_rows):
+        rows = invented_rows(["gsm8k"])
+        assert all("speedup_over_compiled" not in record for record in summarize(rows))
+        lines = [line for line in markdown(rows).splitlines() if line.startswith("| ")]
+        column = [cell.strip() for cell in lines[0].split("|")].index("speedup over compiled plain")
+        assert {line.split("|")[column].strip() for line in lines[1:] if "---" not in line} == {"not measured"}
+        assert "compilation was not measured" in markdown(rows)
+
+        measured = [row | {"speedup_over_compiled": row["speedup"] / 2} for row in rows]
+        measured += [row | {"way": "c", "kind": "compiled", "prompt": 9, "phases_ms": None} for row in rows[:1]]
+        for record in summarize([row for row in measured if row["kind"] != "compiled"]):
+            assert record["speedup_over_compiled"][1] == pytest.approx(record["speedup"][1] / 2)
+        assert "compilation was measured too" in markdown(measured)
+
+    def test_a_bar_in_a_name_leaves_the_table_whole(self, invented_rows):
+        rows = invented_rows(["gsm8k"], drafters=("a|b",))
+        line = next(line for line in markdown(rows).splitlines() if "a\\|b" in line)
+        assert line.count("|") - line.count("\\|") == len(COLUMNS) + 1
+
+    def test_rounds_without_a_draft_show_beside_tau(self, invented_rows):
+        """τ of 3 in one round of four, and three rounds without a draft: 6 tokens in 4 forwards."""
+        (row,) = (r for r in invented_rows(["gsm8k"], num_prompts=1, gates=("auto",)) if r["kind"] == "drafter")
+        statistics = DraftStatistics(num_plain_rounds=3)
+        statistics.add_round([5, 6, 7], [0, 0, 0], [5, 6, 7], [5, 6, 9], num_stages=1)
+        row |= {"statistics": statistics.to_dict(), "num_tokens": 7, "num_forwards": 4, "round_tokens": 6}
+        record = summarize([row])[0]
+        assert record["statistics"]["acceptance_length"] == 3.0 and record["tokens_per_round"] == 1.5
+        cells = dict(zip((heading for heading, _ in COLUMNS), table_rows([record], "gsm8k")[0], strict=True))
+        assert (cells["τ"], cells["tokens / forward"]) == ("3.00", "1.50")
+
     def test_tokens_of_a_round_count_rounds_without_a_draft(self, invented_rows):
         (row,) = (r for r in invented_rows(["gsm8k"], num_prompts=1, gates=(None,)) if r["kind"] == "drafter")
         record = summarize([row | {"num_tokens": 41, "num_forwards": 20}])[0]
@@ -66,8 +118,18 @@ class TestSummary:
         with pytest.raises(ValueError, match="empty.json holds no rows"):
             read_rows([tmp_path / "empty.json"])
         append_rows(tmp_path / "other.json", [{"name": "x"}])
-        with pytest.raises(ValueError, match="something else than benchmark rows"):
+        with pytest.raises(ValueError, match="row 1, holds something else than a benchmark row, for it lacks"):
             read_rows([tmp_path / "other.json"])
+
+    def test_a_row_that_lacks_a_field_is_named(self, invented_rows, tmp_path):
+        rows = invented_rows(["gsm8k"], num_prompts=1)
+        append_rows(tmp_path / "rows.json", [rows[0], {k: v for k, v in rows[1].items() if k != "walltimes_s"}])
+        with pytest.raises(ValueError, match="row 2, .* lacks `walltimes_s`"):
+            read_rows([tmp_path / "rows.json"])
+
+    def test_a_file_that_is_named_twice_counts_once(self, invented_rows, tmp_path):
+        append_rows(tmp_path / "rows.json", invented_rows(["gsm8k"], num_prompts=1))
+        assert len(read_rows([tmp_path / "rows.json", tmp_path / "." / "rows.json"])) == 4
 
 
 class Page(HTMLParser):
@@ -97,6 +159,16 @@ class Page(HTMLParser):
     def handle_endtag(self, tag):
         if tag not in self.VOID:
             assert self.open.pop() == tag
+
+
+def _look(handle) -> tuple:
+    """What tells the entries of a legend apart."""
+    patch = handle.patches[0] if hasattr(handle, "patches") else handle
+    if hasattr(patch, "get_hatch") and not hasattr(patch, "get_paths"):
+        return "bar", patch.get_facecolor(), patch.get_hatch()
+    if hasattr(patch, "get_marker"):
+        return "line", patch.get_color(), patch.get_marker(), patch.get_linestyle()
+    return "points", tuple(patch.get_facecolor()[0]), patch.get_paths()[0].vertices.tobytes()
 
 
 class TestReport:
@@ -159,8 +231,6 @@ class TestReport:
             assert path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 5000
 
     def test_axes_have_labels_and_legends_do_not_cover_anything(self, invented_rows):
-        from hf_drelay.evaluation.figures import LIGHT
-
         rows = invented_rows(["gsm8k", "livecodebench"], gates=(None, -1.0, -0.5), drafters=("a" * 30, "b" * 30))
         for name, (draw, _) in FIGURES.items():
             figure = draw(summarize(rows), LIGHT)
@@ -174,6 +244,65 @@ class TestReport:
             label = axes.yaxis.label.get_window_extent()
             assert label.y1 <= box.y0 + 1 or not axes.get_ylabel(), f"{name}: the label reaches into the legend"
             assert label.y0 >= -1, f"{name}: the label is cut"
+
+    def test_many_ways_are_all_in_the_legend_and_differ(self, invented_rows):
+        """21 ways: more than there are colours, names that begin with an underscore, and one with a formula in it."""
+        drafters = ("_hidden", "$x^2$", "c" * 130, "d", "e")
+        rows = invented_rows(["gsm8k", "mbpp", "alpaca"], gates=(None, -1.0, -0.5, "auto"), drafters=drafters)
+        records = summarize(rows)
+        ways = {record["way"] for record in records} - {"plain"}
+        assert len(ways) == 21
+        for name in ("speedup", "acceptance_by_slot", "break_even"):
+            figure = FIGURES[name][0](records, LIGHT)
+            figure.draw_without_rendering()
+            (legend,) = figure.legends
+            labels = ["".join(text.get_text().split()) for text in legend.get_texts()]  # however they were broken
+            shown = {way for way in ways if "".join(way.split()) in [label.split(":")[0] for label in labels]}
+            assert shown == ways, name
+            looks = [_look(handle) for handle in legend.legend_handles]
+            assert len(set(looks)) == len(looks), f"{name}: two ways look the same"
+            assert legend.get_window_extent().y0 >= figure.axes[0].get_window_extent().y1 - 1, name
+            assert legend.get_window_extent().x1 <= figure.bbox.x1 + 1, name
+
+    def test_bars_of_many_ways_are_spread_over_lines(self, invented_rows):
+        tasks = ["gsm8k", "math500", "aime25", "humaneval", "mbpp"]
+        rows = invented_rows(tasks, gates=(None, -1.0, -0.5, "auto"), drafters=tuple("abcde"), num_prompts=1)
+        figure = FIGURES["speedup"][0](summarize(rows), LIGHT)
+        figure.draw_without_rendering()
+        labels = [label.get_text() for axes in figure.axes for label in axes.get_xticklabels()]
+        assert len(figure.axes) == 2 and labels == [*tasks, ALL_TASKS]
+        widths = [bar.get_window_extent().width for axes in figure.axes for bar in axes.patches]
+        assert len(widths) == 21 * 6 and min(widths) > 0.06 * figure.dpi
+
+    def test_dloop_gain_shows_every_gate_and_counts_rounds_without_a_draft(self, invented_rows):
+        rows = invented_rows(["gsm8k"], gates=(None, "-inf", -1.0, "auto"), drafters=("x", "x #2"), num_prompts=1)
+        for row in rows:
+            # τ stays what it was, but every other round of the cost-aware gate has no draft.
+            tokens = {None: 2, "-inf": 3, -1.0: 4, "auto": 1}[row["loop_gate"]] * (1 + row["way"].startswith("x #2"))
+            row |= {"num_forwards": 40, "round_tokens": 40 * tokens, "num_tokens": 1 + 40 * tokens}
+        lines = _gate_lines(summarize(rows))
+        assert list(lines) == ["x, ≤ 3 stages", "x #2, ≤ 3 stages"]
+        for points in lines.values():
+            assert {gate: tokens for gate, (tokens, _) in points.items()} == {"-inf": 1.5, -1.0: 2.0, "auto": 0.5}
+        axes = FIGURES["dloop_gain"][0](summarize(rows), LIGHT).axes[0]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["-inf", "-1", "auto"]
+
+    @pytest.mark.parametrize("kind", ["one row", "drafter only", "two targets", "sweep"])
+    def test_odd_rows_make_a_report(self, invented_rows, tmp_path, kind):
+        rows = invented_rows(["gsm8k"], num_prompts=1)
+        if kind == "one row":
+            rows = rows[:1]
+        elif kind == "drafter only":
+            rows = [row for row in rows if row["kind"] == "drafter"]
+        elif kind == "two targets":
+            rows += [row | {"run": "b", "target": "other", "target_weights_sha256": "b"} for row in rows]
+        else:
+            rows = [row for row in rows if row["kind"] != "prompt_lookup"]
+            rows = [row | {"num_draft_tokens": 2, "block_size": 5, "use_selector": True} for row in rows]
+        write_report(rows, tmp_path / "r.html", tmp_path / "figures", tmp_path / "r.md")
+        parser = Page()
+        parser.feed((tmp_path / "r.html").read_text(encoding="utf-8"))
+        assert not parser.open and "nan" not in (tmp_path / "r.md").read_text()
 
     def test_records_without_drafts_give_fewer_figures(self, invented_rows):
         rows = [row for row in invented_rows(["gsm8k"]) if row["kind"] == "plain"]
