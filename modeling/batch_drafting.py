@@ -2,7 +2,7 @@
 
 Every row keeps its own session and proposal. For a stage their caches are put side by side, aligned at the anchor,
 with the shorter ones hidden by a mask, and the block is taken apart again behind it. What depends on the row alone
-(penalties, trees, the cost-aware plan, confidence cuts, chains) is drafted row by row.
+(penalties, trees, the cost-aware plan, chains) is drafted row by row. Either way a stage is read from the device once.
 """
 
 from collections import defaultdict
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
+from .host_transfer import send
 from .modeling_base import DraftBlock, Pool
 from .modeling_drafter import block_mask, is_flash
 from .proposal import StageDraw
@@ -54,8 +55,7 @@ def _kind(generator, row: int) -> tuple:
         generator.model.config.backbone != "parallel"
         or is_flash(generator.model.config._attn_implementation)  # takes no mask
         or options.tree_budget is not None
-        or bool(options.confidence_threshold)
-        or session.plan is not None
+        or generator.cost_model is not None
         or bool(generator.proposal.penalties)
     )
     if is_alone:
@@ -75,9 +75,10 @@ def _draft_stage(generators: list) -> list[DraftBlock]:
     cost_model = generators[0].cost_model
     started_s = cost_model.clock() if cost_model is not None else 0.0
     block = model.draft(session.anchor_ids, session, proposal, options.use_selector, options.confidence_threshold)
+    blocks = block.read_rows()
     if cost_model is not None:  # such rows are drafted alone
         generators[0].observe_draft(started_s)
-    return [block] if len(generators) == 1 else [block.row(row) for row in range(len(generators))]
+    return blocks
 
 
 class BatchSession:
@@ -94,7 +95,7 @@ class BatchSession:
         self.history_mask = torch.cat([session.history_mask for session in sessions])
         self.earlier = None if first.earlier is None else torch.cat([session.earlier for session in sessions])
         lengths = [session.anchor_position for session in sessions]
-        self.anchor_position = torch.tensor(lengths, device=self.drafter.device)[:, None]
+        self.anchor_position = send(lengths, self.drafter.device)[:, None]
         self.context_length = max(lengths)
         depth = len(self.drafter.layers) if self.context_length else 0
         self.cache = SimpleNamespace(layers=[self._side_by_side(i) for i in range(depth)])
@@ -144,9 +145,9 @@ class BatchProposal:
         """Chooser of one stage for all rows."""
         return StageDraw(self, pool)
 
-    def gumbel(self, pool: Pool) -> torch.FloatTensor | None:
-        """Gumbel numbers `(B, K, C)`: those that each row has of its own."""
-        parts = [proposal.gumbel(pool.row(row)) for row, proposal in enumerate(self.proposals)]
+    def gumbel(self, token_ids: torch.LongTensor, first: int) -> torch.FloatTensor | None:
+        """Noise `(B, R, C)` of the candidates: that which each row has of its own."""
+        parts = [p.gumbel(token_ids[row : row + 1], first) for row, p in enumerate(self.proposals)]
         return None if parts[0] is None else torch.cat(parts)
 
 

@@ -60,9 +60,9 @@ class CacheRollback:
         """Whether rows may hold different numbers of tokens."""
         return all(type(layer) in _GROWING for layer in self.layers)
 
-    def begin(self) -> None:
-        """Before the forward of a round."""
-        if self._fixed and not self.num_pending:
+    def begin(self, takes_back: bool) -> None:
+        """Before the forward of a round; without drafts it takes nothing back, and what waits for a replay is fed."""
+        if takes_back and self._fixed and not self.num_pending:
             self._snapshots = [_snapshot(layer) for layer in self._fixed]
 
     def move(self, num_places: int, sources: torch.LongTensor, targets: torch.LongTensor) -> None:
@@ -75,9 +75,9 @@ class CacheRollback:
             targets (`torch.LongTensor` of shape `(B, n)`): Where to, counted likewise; negative ones lie before it.
         """
         for layer in self.layers:
-            start = int(layer.get_seq_length()) - num_places
-            if type(layer) is not cache_utils.StaticLayer:  # a window keeps the end of the text only
-                start = layer.keys.shape[2] - num_places
+            # A window keeps the end of the text only.
+            is_static = type(layer) is cache_utils.StaticLayer
+            start = (layer.get_seq_length() if is_static else layer.keys.shape[2]) - num_places
             for states in (layer.keys, layer.values):
                 shape = (-1, states.shape[1], -1, states.shape[3])
                 source = (start + sources.to(states.device))[:, None, :, None].expand(shape)

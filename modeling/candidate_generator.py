@@ -16,6 +16,7 @@ from .compat import hidden_states_request
 from .draft_statistics import DraftStatistics, PhaseClock
 from .draft_trace import DraftTrace
 from .draft_tree import DraftTree
+from .host_transfer import look_is_free
 from .modeling_base import DraftBlock
 from .proposal import Proposal, is_stateless
 from .target_adapter import TargetAdapter
@@ -162,9 +163,9 @@ class DRelayCandidateGenerator:
             self.statistics.add_tree_round(len(committed_ids), num_accepted, depth, nodes, len(self._blocks))
             return
         self.statistics.add_round(
-            draft_ids=[i for block in self._blocks for i in block.draft_ids[0].tolist()],
-            choices=[i for block in self._blocks for i in block.choices[0].tolist()],
-            pool_ids=[i for block in self._blocks for i in block.pool_ids[0, :, 0].tolist()],
+            draft_ids=[i for block in self._blocks for i in block.numbers.draft_ids[0]],
+            choices=[i for block in self._blocks for i in block.numbers.choices[0]],
+            pool_ids=[i for block in self._blocks for i in block.numbers.kept_ids[0]],
             chosen_ids=committed_ids,
             num_stages=len(self._blocks),
         )
@@ -233,6 +234,7 @@ class DRelayCandidateGenerator:
         while room > 0:
             num_slots = self._begin_stage(input_ids, room)
             block = yield
+            block = self._planned(block)
             is_short = block.num_tokens < num_slots  # a slot had nothing left to draw, or was not worth it
             block, is_cut = self._cut_stage(block, input_ids)
             if block.num_tokens == 0:
@@ -253,7 +255,7 @@ class DRelayCandidateGenerator:
     def _grow(self, block: DraftBlock, place: int, is_extended: bool) -> int:
         """Hang the stage below `place` of the round's tree; returns the place of the last token of its path."""
         if block.tree is None:
-            return self.tree.graft(place, DraftTree.chain(block.draft_ids[0].tolist()))[-1]
+            return self.tree.graft(place, DraftTree.chain(block.numbers.draft_ids[0]))[-1]
         path = block.tree.best_path()[: block.num_tokens] if is_extended else []
         stage, end = block.tree.select(path, self.eos_ids)
         places = self.tree.graft(place, stage)
@@ -265,7 +267,9 @@ class DRelayCandidateGenerator:
         self.session.num_slots = num_slots
         if self.options.tree_budget is not None:
             self.session.tree_budget = min(self.options.tree_budget, room)
-        self.session.plan = self._plan if self.cost_model is not None else None
+        # Where a look at the pools is free, slots that are not worth it are not even scored.
+        is_planned_ahead = self.cost_model is not None and look_is_free(self.model.drafter.device)
+        self.session.plan = self._plan if is_planned_ahead else None
         self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
         self.proposal.input_ids = input_ids
         return num_slots
@@ -276,7 +280,7 @@ class DRelayCandidateGenerator:
 
     def _cut_stage(self, block: DraftBlock, input_ids) -> tuple[DraftBlock, bool]:
         """A stage cut to what may be drafted, and whether nothing may follow it."""
-        ids = block.draft_ids[0].tolist()
+        ids = block.numbers.draft_ids[0]
         # Drafting on after an end token is useless; the token itself stays, so nothing is dropped for its value.
         ends = [i for i, token in enumerate(ids) if token in self.eos_ids]
         if ends:
@@ -303,11 +307,20 @@ class DRelayCandidateGenerator:
             return False
         if self.cost_model is not None:
             return self.cost_model.loops(self._reach(), sum(b.num_tokens for b in self._blocks))
-        return block.log_confidence.item() >= gate
+        return sum(block.numbers.log_confidence[0]) >= gate
+
+    def _planned(self, block: DraftBlock) -> DraftBlock:
+        """The stage as long as the cost-aware gate wants it, if its length was not planned before."""
+        if self.cost_model is None or self.session.plan is not None:
+            return block
+        return block.first(self._stage_length(block.numbers.best_log_probs[0]))
 
     def _plan(self, pool) -> int:
+        return self._stage_length(pool.log_probs[0, :, 0].tolist())
+
+    def _stage_length(self, best_log_probs: list[float]) -> int:
         """Length of a stage for the cost-aware gate, from the pools of its slots alone."""
-        beliefs = pool.log_probs[0].amax(dim=-1).exp().tolist()
+        beliefs = [math.exp(log_prob) for log_prob in best_log_probs]
         stage, before = len(self._blocks), sum(block.num_tokens for block in self._blocks)
         length = self.cost_model.stage_length(beliefs, stage, before, self._reach())
         self._beliefs.append(beliefs[:length])
@@ -318,7 +331,7 @@ class DRelayCandidateGenerator:
         return math.prod(
             self.cost_model.calibration.acceptance(stage, slot, math.exp(log_belief))
             for stage, block in enumerate(self._blocks)
-            for slot, log_belief in enumerate(block.slot_log_confidence[0].tolist())
+            for slot, log_belief in enumerate(block.numbers.log_confidence[0])
         )
 
     def _vocabulary_logits(self) -> torch.FloatTensor:

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .host_transfer import send
+
 
 @dataclass
 class DraftTree:
@@ -159,7 +161,68 @@ class TreeDraft:
         return tree, places[id(kept[-1])] if kept else 0
 
 
-def grow(head, state: Any, pool, anchor_ids: torch.LongTensor, choose, budget: int) -> TreeDraft:
+@dataclass
+class TreeLevels:
+    """
+    Scored paths of every depth of one stage, as they lie on the device.
+
+    Attributes:
+        budget (`int`): Nodes that a tree may have.
+        parents, choices, token_ids (`list[torch.LongTensor]` of shape `(W,)`): Of the last node of each path: its
+            parent among the paths one shorter, its place in the pool, its token.
+        scores (`list[torch.FloatTensor]` of shape `(W,)`): Log-scores of the paths, best first; `-inf` is impossible.
+    """
+
+    budget: int
+    parents: list[torch.LongTensor] = field(default_factory=list)
+    choices: list[torch.LongTensor] = field(default_factory=list)
+    token_ids: list[torch.LongTensor] = field(default_factory=list)
+    scores: list[torch.FloatTensor] = field(default_factory=list)
+
+    def add(self, scores, parents, choices, token_ids) -> None:
+        """One more depth."""
+        self.scores.append(scores)
+        self.parents.append(parents)
+        self.choices.append(choices)
+        self.token_ids.append(token_ids)
+
+    def best_path(self) -> tuple[torch.LongTensor, torch.LongTensor]:
+        """
+        The best of the longest paths.
+
+        Returns:
+            `(rows (D,), depth (1,))`: which path of each level its nodes are; what is behind `depth` means nothing.
+        """
+        depth = torch.stack([scores[:1] > float("-inf") for scores in self.scores]).long().sum(dim=0)
+        row, rows = torch.zeros_like(depth), []
+        for level in range(len(self.scores), 0, -1):
+            row = torch.where(depth > level, row, 0)  # at its last level it is the best, which comes first
+            rows.append(row)
+            row = self.parents[level - 1].index_select(0, row)
+        return torch.cat(rows[::-1]), depth
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What `on_host` needs the values of."""
+        columns = (self.parents, self.choices, self.token_ids, self.scores)
+        return [torch.cat(column) for column in columns]
+
+    def on_host(self, columns: list[list]) -> "TreeDraft":
+        """The possible paths as candidates, from the values of `tensors`."""
+        candidates: list[Candidate] = []
+        above: list[Candidate | None] = [None]
+        start = 0
+        for depth, scores in enumerate(self.scores, start=1):
+            level = zip(*(column[start : start + len(scores)] for column in columns), strict=True)
+            start += len(scores)
+            above = [
+                Candidate(depth, choice, above[parent], token, score) if score > float("-inf") else None
+                for parent, choice, token, score in level
+            ]
+            candidates += [candidate for candidate in above if candidate is not None]
+        return TreeDraft(candidates, self.budget)
+
+
+def grow(head, state: Any, pool, anchor_ids: torch.LongTensor, choose, budget: int) -> TreeLevels:
     """
     Score the best `budget` paths of every depth, each given its own tokens.
 
@@ -172,26 +235,16 @@ def grow(head, state: Any, pool, anchor_ids: torch.LongTensor, choose, budget: i
         budget (`int`): Nodes that the tree may have. More paths of one depth cannot be in it.
     """
     path_ids, scores = anchor_ids[:, None], torch.zeros(1, device=anchor_ids.device)
-    levels = []
+    levels = TreeLevels(budget)
     for slot in range(pool.ids.shape[1]):
         logits = head.score(expand_rows(state, len(path_ids)), path_ids, slot)[:, 0]  # (W, C)
         total = scores[:, None] + choose.path_log_probs(logits, slot, path_ids[:, 1:])
         scores, flat = total.flatten().topk(min(budget, total.numel()))
-        is_possible = scores > float("-inf")
-        scores, flat = scores[is_possible], flat[is_possible]
-        if len(flat) == 0:
-            break
         parents, choices = flat // total.shape[1], flat % total.shape[1]
         tokens = pool.ids[0, slot, choices]
         path_ids = torch.cat([path_ids[parents], tokens[:, None]], dim=1)
-        levels.append((parents, choices, tokens, scores))
-    candidates: list[Candidate] = []
-    above: list[Candidate] = []
-    for depth, level in enumerate(levels, start=1):
-        columns = zip(*(column.tolist() for column in level), strict=True)
-        above = [Candidate(depth, c, above[p] if depth > 1 else None, token, score) for p, c, token, score in columns]
-        candidates += above
-    return TreeDraft(candidates, budget)
+        levels.add(scores, parents, choices, tokens)
+    return levels
 
 
 def expand_rows(value: Any, num_rows: int) -> Any:
@@ -228,17 +281,15 @@ def attention_masks(target, cache, trees: list[DraftTree], lengths: list[int], n
     """
     config = target.config.get_text_config(decoder=True)
     kinds = sorted(set(getattr(config, "layer_types", None) or []))
-    own = torch.stack([tree.visible(num_places) for tree in trees]).to(seen.device)  # (B, N, N)
-    depths = torch.zeros(len(trees), num_places, dtype=torch.long)
-    for row, tree in enumerate(trees):
-        depths[row, : tree.num_nodes + 1] = torch.tensor(tree.depths())
-    depths = depths.to(seen.device)
+    own = torch.stack([tree.visible(num_places) for tree in trees]).to(seen.device, non_blocking=True)  # (B, N, N)
+    depths = [tree.depths() + [0] * (num_places - 1 - tree.num_nodes) for tree in trees]
+    depths, ends = send(depths, seen.device), send(lengths, seen.device)[:, None]
 
     def mask(layer_idx: int, window: int | None) -> torch.Tensor:
         kv_length, kv_offset = cache.get_mask_sizes(num_places, layer_idx)
         num_slots = seen.shape[1]
         slots = torch.arange(kv_offset, kv_offset + kv_length, device=seen.device)
-        context = (slots < num_slots) & (slots[None] < torch.tensor(lengths, device=seen.device)[:, None])  # (B, T')
+        context = (slots < num_slots) & (slots[None] < ends)  # (B, T')
         context = context & seen[:, slots.clamp(max=num_slots - 1)] if num_slots else context
         place = (slots - num_slots).clamp(0, num_places - 1)
         is_place = (slots >= num_slots) & (slots < num_slots + num_places)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from .configuration_drelay import DRelayConfig
+from .host_transfer import read
 
 
 class ZeroLinear(nn.Linear):
@@ -134,6 +135,33 @@ class Pool:
 
 
 @dataclass
+class BlockNumbers:
+    """
+    What the host reads of a [`DraftBlock`], as lists by row.
+
+    Attributes:
+        draft_ids, choices (`list[list[int]]`): As in the block.
+        kept_ids (`list[list[int]]`): First candidate of each slot, the backbone's own draft.
+        log_confidence (`list[list[float]]`): Of each slot, see `slot_log_confidence`.
+        best_log_probs (`list[list[float]]`): The drafter's log-probability of the first candidate of each slot.
+    """
+
+    draft_ids: list[list[int]]
+    choices: list[list[int]]
+    kept_ids: list[list[int]]
+    log_confidence: list[list[float]]
+    best_log_probs: list[list[float]]
+
+    def first(self, num_tokens: int) -> "BlockNumbers":
+        """Those of the first `num_tokens` slots."""
+        return BlockNumbers(*([row[:num_tokens] for row in part] for part in vars(self).values()))
+
+    def row(self, row: int) -> "BlockNumbers":
+        """Those of one row."""
+        return BlockNumbers(*([part[row]] for part in vars(self).values()))
+
+
+@dataclass
 class DraftBlock:
     """
     What one stage proposes.
@@ -149,11 +177,12 @@ class DraftBlock:
         slot_log_confidence (`torch.FloatTensor` of shape `(B, K)`): Untempered, unprocessed log-probability of each
             token.
         remember (`Callable`): `remember(n)` is what the head wants to know in a next stage about the first `n` tokens.
-        tree (`TreeDraft`, *optional*): The block is the best path of these candidates.
-        pool_log_probs (`torch.FloatTensor` of shape `(B, K, C)`, *optional*): The backbone's log-probabilities of the
-            candidates.
+        pool_log_probs (`torch.FloatTensor` of shape `(B, K, C)`): The drafter's log-probabilities of the candidates.
+        tree (`TreeLevels`, *optional*): The block is the best path of these candidates.
         selection_logits (`torch.FloatTensor` of shape `(B, K, C)`, *optional*): What the head made of them, before
             processors.
+        num_usable (`torch.LongTensor` of shape `(B,)`, *optional*): Slots from the first on that may be drafted, where
+            that is not known on the host yet; `None` when all may. `read_rows` cuts to it.
     """
 
     draft_ids: torch.LongTensor
@@ -163,9 +192,28 @@ class DraftBlock:
     context_features: torch.FloatTensor
     slot_log_confidence: torch.FloatTensor
     remember: Callable[[int], Any]
+    pool_log_probs: torch.FloatTensor
     tree: Any = None
-    pool_log_probs: torch.FloatTensor | None = None
     selection_logits: torch.FloatTensor | None = None
+    num_usable: torch.LongTensor | None = None
+    numbers: BlockNumbers | None = None  # on the host, once it was read
+
+    def read_rows(self) -> "list[DraftBlock]":
+        """
+        The block of each row `(1, n)`, with its numbers on the host and without the slots that may not be drafted. All
+        of it comes by one copy from the device.
+        """
+        tensors = [self.draft_ids, self.choices, self.pool_ids[..., 0], self.slot_log_confidence]
+        tensors.append(self.pool_log_probs[..., 0])
+        num_usable = [] if self.num_usable is None else [self.num_usable]
+        levels = [] if self.tree is None else self.tree.tensors()
+        values = read(*tensors, *num_usable, *levels)
+        self.numbers = BlockNumbers(*values[: len(tensors)])
+        limits = values[len(tensors)] if num_usable else [self.num_tokens] * len(self.draft_ids)
+        if self.tree is not None:
+            self.tree = self.tree.on_host(values[len(values) - len(levels) :])
+        rows = [self] if len(limits) == 1 else [self.row(row) for row in range(len(limits))]
+        return [row.first(limit) for row, limit in zip(rows, limits, strict=True)]
 
     @property
     def log_confidence(self) -> torch.FloatTensor:
@@ -180,11 +228,10 @@ class DraftBlock:
         """The block cut to its first `num_tokens` tokens."""
         if num_tokens >= self.num_tokens:
             return self
-        cut = {
-            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("remember", "tree")
-        }
-        cut = {name: None if value is None else value[:, :num_tokens] for name, value in cut.items()}
-        return DraftBlock(**cut, remember=self.remember, tree=self.tree)
+        cut = {name: None if value is None else value[:, :num_tokens] for name, value in self._by_slot().items()}
+        numbers = None if self.numbers is None else self.numbers.first(num_tokens)
+        kept = {"remember": self.remember, "tree": self.tree, "num_usable": self.num_usable, "numbers": numbers}
+        return DraftBlock(**cut, **kept)
 
     def row(self, row: int) -> "DraftBlock":
         """The part `(1, K)` of one row; of chains only."""
@@ -193,7 +240,11 @@ class DraftBlock:
             memory = self.remember(num_tokens)
             return None if memory is None else memory[row : row + 1]
 
-        names = [field.name for field in fields(self) if field.name not in ("remember", "tree")]
-        values = {name: getattr(self, name) for name in names}
-        values = {name: None if value is None else value[row : row + 1] for name, value in values.items()}
-        return DraftBlock(**values, remember=remember)
+        values = {name: None if value is None else value[row : row + 1] for name, value in self._by_slot().items()}
+        numbers = None if self.numbers is None else self.numbers.row(row)
+        return DraftBlock(**values, remember=remember, numbers=numbers)
+
+    def _by_slot(self) -> dict[str, torch.Tensor | None]:
+        """The fields of shape `(B, K, ...)`."""
+        others = ("remember", "tree", "num_usable", "numbers")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in others}

@@ -118,22 +118,21 @@ class ChainDrafter(DRelayPreTrainedModel):
             pool.logits[:, slot : slot + 1] = candidates.logits
             pool.log_probs[:, slot : slot + 1] = candidates.log_probs
             choice = choose(candidates.log_probs, slot)
-            if choice is None:
-                break
             token = candidates.ids[:, 0].gather(1, choice)
             states.append(state)
             choices.append(choice)
-        n = len(choices)
-        picked = torch.cat(choices, dim=1)[..., None] if n else pool.ids[:, :0, :1]
+        picked = torch.stack(choices, dim=1)  # (B, K, 1)
         session.clock.lap("draft")
         return DraftBlock(
-            draft_ids=pool.ids[:, :n].gather(2, picked)[..., 0],
+            draft_ids=pool.ids.gather(2, picked)[..., 0],
             choices=picked[..., 0],
-            pool_ids=pool.ids[:, :n],
-            pool_logits=choose.proposal_logits(n),
-            context_features=torch.cat(states, dim=1) if n else scores.new_zeros(B, 0, self.config.hidden_size),
-            slot_log_confidence=pool.log_probs[:, :n].gather(2, picked)[..., 0],
+            pool_ids=pool.ids,
+            pool_logits=choose.proposal_logits(K),
+            context_features=torch.cat(states, dim=1),
+            slot_log_confidence=pool.log_probs.gather(2, picked)[..., 0],
             remember=lambda n: None,
+            pool_log_probs=pool.log_probs,
+            num_usable=choose.num_possible(K),
         )
 
     def continue_after(self, block: DraftBlock, session: ChainSession) -> None:

@@ -15,11 +15,12 @@ from .draft_session import DraftSession
 from .draft_tree import grow
 from .draft_view import DraftView
 from .generate_hook import install
+from .host_transfer import look_is_free
 from .modeling_base import DraftBlock, DRelayPreTrainedModel, Pool
 from .modeling_chain import ChainSession
 from .modeling_drafter import DRelayDrafterModel
 from .modeling_eagle3 import Eagle3Drafter
-from .modeling_heads import HeadInputs, IndependentHead, walk_fixed_point, walk_slots
+from .modeling_heads import HeadInputs, IndependentHead, walk_fixed_point, walk_passes, walk_slots
 from .modeling_mtp import MtpDrafter, SharedCacheDrafter, SharedCacheSession, module_weights
 from .modeling_selector import DRelaySelectorModel
 from .modeling_token_heads import BilinearHead, MarkovHead, RecurrentHead
@@ -27,6 +28,9 @@ from .target_adapter import HeadRows, TargetAdapter
 
 
 logger = logging.get_logger(__name__)
+
+# Passes over the slots of a stage on a device that must not be waited for; most drafts settle in two or three.
+_MAX_PASSES = 4
 
 
 class DRelayModel(DRelayPreTrainedModel):
@@ -300,6 +304,9 @@ class DRelayModel(DRelayPreTrainedModel):
             proposal (`Proposal`): Draws the tokens; `proposal.start_stage(pool)` makes this stage's chooser.
             use_selector (`bool`): Off walks the independent head.
             confidence_threshold (`float`): End the block before the first slot whose confidence is below this.
+
+        Returns:
+            `DraftBlock`; its `num_usable` slots may be drafted. Nothing is copied to the host for it.
         """
         if self.config.backbone != "parallel":
             return self.drafter.draft(anchor_ids, session, proposal)
@@ -318,23 +325,31 @@ class DRelayModel(DRelayPreTrainedModel):
         head = self.selector if use_selector and self.selector is not None else IndependentHead()
         state = head.read(inputs)
         choose = proposal.start_stage(pool)
-        tree = None
+        tree = num_usable = None
         if session.tree_budget is not None:
             tree = grow(head, state, pool, anchor_ids, choose, session.tree_budget)
-            choices = anchor_ids.new_tensor([[candidate.choice for candidate in tree.best_path()]])
+            places, num_usable = tree.best_path()
+            levels = zip(tree.choices, places[:, None], strict=True)
+            choices = torch.stack([choices.index_select(0, place) for choices, place in levels], dim=1)
             path = torch.cat([anchor_ids[:, None], pool.ids.gather(2, choices[..., None])[:, :-1, 0]], dim=1)
-            logits = head.score(state, path) if choices.shape[1] else pool.logits[:, :0]
+            logits = head.score(state, path)
+        elif choose.depends_on_path:
+            choices, logits = walk_slots(head, state, pool, anchor_ids, choose)
+            num_usable = choose.num_possible(choices.shape[1])
+        elif look_is_free(pool.ids.device):
+            choices, logits = walk_fixed_point(head, state, pool, anchor_ids, choose)
         else:
-            walk = walk_slots if choose.depends_on_path else walk_fixed_point
-            choices, logits = walk(head, state, pool, anchor_ids, choose)
+            choices, logits, num_usable = walk_passes(head, state, pool, anchor_ids, choose, _MAX_PASSES)
         block = self._draft_block(rows, anchor_ids, head, state, pool, choices, logits)
         block.pool_logits = choose.proposal_logits(block.num_tokens)
         block.tree = tree
-        if confidence_threshold and block.num_tokens and getattr(head, "confidence_head", None) is not None:
+        if confidence_threshold and getattr(head, "confidence_head", None) is not None:
             # Each confidence was known before the token of its slot was drawn, so this cut leaves q exact.
             path = torch.cat([anchor_ids[:, None], block.draft_ids[:, :-1]], dim=1)
             survives = head.confidence(state, path).sigmoid() >= confidence_threshold
-            block = block.first(int(survives.long().cumprod(dim=1).sum(dim=1).min()))
+            survivors = survives.long().cumprod(dim=1).sum(dim=1)
+            num_usable = survivors if num_usable is None else torch.minimum(num_usable, survivors)
+        block.num_usable = num_usable
         session.clock.lap("select")
         return block
 

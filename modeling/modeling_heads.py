@@ -84,9 +84,9 @@ class IndependentHead:
         return None
 
 
-# Draws tokens: (selection logits (B, R, C), first slot) -> places in the pool (B, R), or None to end the draft there.
-# In a fixed-point walk it must be a function of its arguments.
-Chooser = Callable[[torch.FloatTensor, int], torch.LongTensor | None]
+# Draws tokens: (selection logits (B, R, C), first slot) -> places in the pool (B, R). In walks of several passes it
+# must be a function of its arguments.
+Chooser = Callable[[torch.FloatTensor, int], torch.LongTensor]
 
 
 def walk_slots(head: DraftHead, state: Any, pool: Pool, anchor_ids: torch.LongTensor, choose: Chooser):
@@ -94,15 +94,13 @@ def walk_slots(head: DraftHead, state: Any, pool: Pool, anchor_ids: torch.LongTe
     Choose slot by slot, from left to right.
 
     Returns:
-        `(choices (B, n), logits (B, n, C))`, `n <= K`; shorter than `K` when `choose` ended the draft.
+        `(choices (B, K), logits (B, K, C))`.
     """
     path = anchor_ids[:, None]
     choices, logits = pool.ids[:, :0, 0], pool.logits[:, :0]
     for slot in range(pool.ids.shape[1]):
         scores = head.score(state, path, slot)
         choice = choose(scores, slot)
-        if choice is None:
-            break
         choices, logits = torch.cat([choices, choice], dim=1), torch.cat([logits, scores], dim=1)
         path = torch.cat([path, pool.ids[:, slot].gather(1, choice)], dim=1)
     return choices, logits
@@ -114,13 +112,40 @@ def walk_fixed_point(head: DraftHead, state: Any, pool: Pool, anchor_ids: torch.
     the path stays. Slot 1 is right after one pass, slot `i` after `i` at the latest, so `K` passes always suffice.
     `choose` must be a function of its arguments (sampling: one fixed Gumbel draw for each slot and candidate).
     """
-    choices = torch.zeros_like(pool.ids[..., 0])
+    choices, logits = torch.zeros_like(pool.ids[..., 0]), pool.log_probs
     for _ in range(pool.ids.shape[1]):
-        path = torch.cat([anchor_ids[:, None], pool.ids.gather(2, choices[..., None])[:, :-1, 0]], dim=1)
-        logits = head.score(state, path)
-        if isinstance(head, IndependentHead):  # depends on no path: one pass, and nothing to compare
-            return choose(logits, 0), logits
-        previous, choices = choices, choose(logits, 0)
-        if torch.equal(previous[:, :-1], choices[:, :-1]):  # nothing depends on the last slot
+        previous = choices
+        choices, logits = _pass(head, state, pool, anchor_ids, choose, previous)
+        # One pass does if nothing depends on the path; and nothing ever depends on the last slot.
+        if isinstance(head, IndependentHead) or torch.equal(previous[:, :-1], choices[:, :-1]):
             break
     return choices, logits
+
+
+def walk_passes(head: DraftHead, state: Any, pool: Pool, anchor_ids: torch.LongTensor, choose: Chooser, limit: int):
+    """
+    At most `limit` passes of `walk_fixed_point` without a look between them, for devices that must not be waited for.
+
+    A slot has settled when the last pass changed no choice *before* it. That does not look at the slot's own token, so
+    a draft may be cut there even if its tokens are sampled.
+
+    Returns:
+        `(choices (B, K), logits (B, K, C), num_settled (B,))`: the first `num_settled` slots are those of the other
+        walks, and these are at least `limit`.
+    """
+    previous = choices = torch.zeros_like(pool.ids[..., 0])
+    logits = pool.log_probs
+    for _ in range(1 if isinstance(head, IndependentHead) else min(limit, pool.ids.shape[1])):
+        previous = choices
+        choices, logits = _pass(head, state, pool, anchor_ids, choose, previous)
+    if isinstance(head, IndependentHead):
+        previous = choices
+    num_settled = (previous == choices)[:, :-1].long().cumprod(dim=1).sum(dim=1) + 1
+    return choices, logits, num_settled
+
+
+def _pass(head, state, pool, anchor_ids, choose, choices):
+    """Score all slots under the path of `choices` `(B, K)`, and choose."""
+    path = torch.cat([anchor_ids[:, None], pool.ids.gather(2, choices[..., None])[:, :-1, 0]], dim=1)
+    logits = head.score(state, path)
+    return choose(logits, 0), logits

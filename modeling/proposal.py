@@ -62,6 +62,11 @@ def is_stateless(processor) -> bool:
     return type(processor) in known or bool(getattr(processor, "is_stateless", False))
 
 
+def is_warper(processor) -> bool:
+    """Whether a logits processor is known to look at the logits only."""
+    return type(processor) in _WARPERS
+
+
 # Functions of their arguments and of the row's place in the batch, which a row asked alone does not have.
 _BATCH_WISE = _known(
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -98,8 +103,9 @@ class Proposal:
         logits_processor (`LogitsProcessorList`): Processors of the call, in the order of the target.
         vocab_size (`int`): Width `V` of the target's logits.
         is_sampled (`bool`): Draw from q and hand q over; else take the most likely candidate and hand nothing over.
-        noise (`Callable`, *optional*): `noise(num_tokens, token_ids (K, C))` is the Gumbel noise `(K, C)` with which
-            the target will choose the `K` tokens after the first `num_tokens`; the draft then chooses with the same.
+        noise (`Callable`, *optional*): `noise(num_tokens, token_ids (W, C))` is the Gumbel noise `(W, C)` of these
+            candidates with which the target will choose the token after the first `num_tokens`; the draft then
+            chooses with the same.
     """
 
     def __init__(self, logits_processor, vocab_size: int, is_sampled: bool, noise=None):
@@ -115,15 +121,15 @@ class Proposal:
         """Chooser of one stage that starts after `input_ids`."""
         return StageDraw(self, pool)
 
-    def gumbel(self, pool: Pool) -> torch.FloatTensor | None:
+    def gumbel(self, token_ids: torch.LongTensor, first: int) -> torch.FloatTensor | None:
         """
-        Gumbel numbers of a stage, one for each slot and candidate, or `None`: argmax(log q + g) is a sample of q.
+        Noise `(B, R, C)` with which the target will choose among `token_ids` `(B, R, C)` in the slots `first ..` of a
+        stage; `None` when it is not known ahead.
         """
-        if self.is_sampled:
-            return -torch.empty_like(pool.logits).exponential_().log()
-        if self.noise is not None:
-            return self.noise(self.input_ids.shape[1], pool.ids[0])[None]
-        return None
+        if self.noise is None:
+            return None
+        length = self.input_ids.shape[1] + first
+        return torch.stack([self.noise(length + i, token_ids[:, i]) for i in range(token_ids.shape[1])], dim=1)
 
     def penalty_change(self, input_ids, token_ids, logits) -> torch.FloatTensor:
         """What the penalties add to the raw `logits` `(B, C)` of `token_ids` after `input_ids`; may be -inf."""
@@ -135,7 +141,9 @@ class Proposal:
 
 
 class StageDraw:
-    """Draws the tokens of one stage; see `Chooser` in `modeling_heads.py`."""
+    """
+    Draws the tokens of one stage; see `Chooser` in `modeling_heads.py`. A slot of the pool is read when it is drawn.
+    """
 
     def __init__(self, proposal: Proposal, pool: Pool):
         self.proposal = proposal
@@ -143,25 +151,39 @@ class StageDraw:
         self.depends_on_path = bool(proposal.penalties)
         self.path_ids = proposal.input_ids
         self.logits = torch.zeros_like(pool.logits)
-        self.gumbel = proposal.gumbel(pool)
+        # argmax(log q + g) is a sample of q. One draw for the stage: a walk may ask for a slot again.
+        self.gumbel = -torch.empty_like(pool.logits).exponential_().log() if proposal.is_sampled else None
 
-    def __call__(self, logits: torch.FloatTensor, first: int) -> torch.LongTensor | None:
+    def __call__(self, logits: torch.FloatTensor, first: int) -> torch.LongTensor:
         last = first + logits.shape[1]
         if self.depends_on_path:
             ids = self.pool.ids[:, first]
             logits = logits + self.proposal.penalty_change(self.path_ids, ids, self.pool.logits[:, first])[:, None]
-            if torch.isneginf(logits).all(dim=-1).any():  # nothing left to draw, known before anything is drawn
-                return None
         logits = self._warp(logits)
         self.logits[:, first:last] = logits
-        noisy = logits if self.gumbel is None else logits + self.gumbel[:, first:last]
-        choices = noisy.argmax(dim=-1)
+        gumbel = self._noise(self.pool.ids[:, first:last], first)
+        choices = (logits if gumbel is None else logits + gumbel).argmax(dim=-1)
         if self.depends_on_path:
             chosen = self.pool.ids[:, first].gather(1, choices).to(self.path_ids.device)
             self.path_ids = torch.cat([self.path_ids, chosen], dim=1)
         return choices
 
-    def path_log_probs(self, logits: torch.FloatTensor, slot: int, path_ids: torch.LongTensor) -> torch.FloatTensor:
+    def num_possible(self, num_slots: int) -> torch.LongTensor | None:
+        """
+        Slots `(B,)` of the first `num_slots` before the first one that has nothing left to draw; `None` when only
+        warpers act, which always leave something. Known before a token of that slot is drawn.
+        """
+        if not self.depends_on_path:
+            return None
+        is_possible = (self.logits[:, :num_slots] > float("-inf")).any(dim=-1)
+        return is_possible.long().cumprod(dim=1).sum(dim=1)
+
+    def _noise(self, token_ids: torch.LongTensor, first: int) -> torch.FloatTensor | None:
+        if self.gumbel is not None:
+            return self.gumbel[:, first : first + token_ids.shape[1]]
+        return self.proposal.gumbel(token_ids, first)
+
+    def path_log_probs(self, logits, slot: int, path_ids: torch.LongTensor, pool: Pool | None = None):
         """
         Log-scores `(W, C)` of the candidates of a slot for `W` paths of a tree: log-probabilities over the vocabulary,
         shifted by the noise if the target's is known.
@@ -169,16 +191,19 @@ class StageDraw:
         Args:
             logits (`torch.FloatTensor` of shape `(W, C)`): Selection logits given each path.
             path_ids (`torch.LongTensor` of shape `(W, slot)`): Tokens of the paths.
+            pool (`Pool` of shape `(W, 1, C)`, *optional*): Candidates behind each path, if each has its own.
         """
+        pool = pool or Pool(*(part[:, slot : slot + 1] for part in vars(self.pool).values()))
+        ids = pool.ids[:, 0].expand(len(logits), -1)
         if self.depends_on_path:
             before = self.path_ids.expand(len(logits), -1)
             before = torch.cat([before, path_ids.to(before.device)], dim=1)
-            ids = self.pool.ids[:, slot].expand(len(logits), -1)
-            logits = logits + self.proposal.penalty_change(before, ids, self.pool.logits[:, slot].expand_as(logits))
+            logits = logits + self.proposal.penalty_change(before, ids, pool.logits[:, 0].expand_as(logits))
         logits = self._warp(logits[:, None])[:, 0]
-        if self.gumbel is not None:
-            logits = logits + self.gumbel[0, slot]
-        pool_mass = self.pool.log_probs[0, slot].logsumexp(dim=-1)
+        gumbel = self.proposal.gumbel(ids[:, None], slot)
+        if gumbel is not None:
+            logits = logits + gumbel[:, 0]
+        pool_mass = pool.log_probs[:, 0].logsumexp(dim=-1, keepdim=True)
         # Not a number where nothing finite is left.
         return logits.log_softmax(dim=-1).nan_to_num(nan=float("-inf")) + pool_mass
 

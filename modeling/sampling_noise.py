@@ -37,12 +37,14 @@ class SamplingNoise:
 
     def pick(self, probs: torch.FloatTensor, step: int, rows: list[int]) -> torch.LongTensor:
         """Tokens `(G,)` that plain decoding draws at a step from `probs` `(G, V)` of the given rows of the batch."""
-        return (probs / self.at(step)[rows]).argmax(dim=-1)
+        noise = self.at(step)
+        noise = noise if len(rows) == len(noise) else torch.stack([noise[row] for row in rows])
+        return (probs / noise).argmax(dim=-1)
 
-    def gumbel(self, first: int, row: int, token_ids: torch.LongTensor) -> torch.FloatTensor:
-        """Gumbel noise `(K, C)` of the candidates `token_ids` `(K, C)` of `K` steps from `first` on."""
-        rows = torch.stack([self.at(first + i)[row] for i in range(len(token_ids))])
-        return -rows.gather(1, token_ids.to(rows.device)).log().to(token_ids.device)
+    def gumbel(self, step: int, row: int, token_ids: torch.LongTensor) -> torch.FloatTensor:
+        """Gumbel noise `(W, C)` of the candidates `token_ids` `(W, C)` at a step."""
+        noise = self.at(step)[row]
+        return -noise[token_ids.to(noise.device)].log().to(token_ids.device)
 
     def forget(self, before: int) -> None:
         """Drop the steps before `before`."""

@@ -21,10 +21,11 @@ from .candidate_generator import DRelayCandidateGenerator
 from .compat import cache_argument, cache_keyword, hidden_states_request
 from .draft_statistics import DraftStatistics, PhaseClock
 from .draft_tree import DraftTree, attention_masks
+from .host_transfer import send
 from .proposal import for_row, is_row_wise
 from .sampling_noise import SamplingNoise
 from .step_outputs import StepOutputs
-from .verification import GreedyPicker, NoisePicker, RejectionPicker, RowDraft, RowGroup, StopRule, Verifier
+from .verification import GreedyPicker, NoisePicker, RejectionPicker, RowDraft, RowGroup, StopRule, Verifier, Walk
 
 
 # Tokens that may wait for a replay; beyond that they are fed in a forward of their own.
@@ -164,13 +165,15 @@ class SpeculativeLoop:
             )
         ]
         self.cached_rows = rows  # rows that the cache holds, in its order
+        self.cached_index = None  # their places in the batch, on the device, once some have left
         self.lengths = [self.num_slots] * self.num_rows  # slots of each row that hold its tokens
         self.generators = [self._generator(row, vocab_size) for row in rows]
         self.view.statistics = self.statistics
         for row in rows:
             self.generators[row].feed(states[row : row + 1, seen[row]])
         mask = self.model_kwargs.get("attention_mask")
-        self.prompt_mask = mask if mask is not None and mask.dim() == 2 else None
+        hides = mask is not None and mask.dim() == 2 and not bool(mask.all())
+        self.prompt_mask = mask if hides else None
         positions = self.model_kwargs.get("position_ids")
         self.next_position = None if positions is None else positions[..., -1:] + 1
         if self.next_position is not None and self.next_position.shape[-2] == 1:
@@ -188,10 +191,10 @@ class SpeculativeLoop:
         self.clock.lap("prefill")
         nothing = [RowDraft(DraftTree()) for _ in rows]
         logits = outputs.logits[:, -1:].to(self.device, torch.float32)
+        drafts = {id(group): nothing[: len(group.rows)] for group in self.groups}
+        walks = self._walk(self.groups, drafts, logits, lambda group: self.outputs.whole(outputs))
         for group in self.groups:
-            walk = self.verifier.walk(
-                group, logits[group.rows], nothing[: len(group.rows)], self.outputs.whole(outputs)
-            )
+            walk = walks[id(group)]
             for row, token_ids in zip(group.rows, walk.token_ids, strict=True):
                 self.generators[row].record_prefill(token_ids)
         self._drop_finished_rows()
@@ -200,7 +203,7 @@ class SpeculativeLoop:
         noise = None
         if self.noise is not None and self.view.options.proposal == "coupled":
 
-            def noise(num_tokens, token_ids):
+            def noise(num_tokens: int, token_ids):
                 return self.noise.gumbel(num_tokens - self.input_ids.shape[1], row, token_ids)
 
         generator = DRelayCandidateGenerator(
@@ -274,18 +277,17 @@ class SpeculativeLoop:
         if self.rollback.num_pending > _MAX_PENDING:
             self._replay()
         num_pending = self.rollback.num_pending
-        self.rollback.begin()
+        self.rollback.begin(takes_back=num_places > 1)
         handed_over_s = self.cost_model.clock() if self.cost_model is not None else 0.0
         outputs = self._verify(groups, drafts, num_places)
         logits = outputs.logits[:, -num_places:].to(self.device, torch.float32)
         states = self.adapter.tapped(outputs.hidden_states, self.view.config.target_layer_ids)[:, -num_places:]
-        walks = {}
-        for group in groups:
-            own, rows = drafts[id(group)], self._cache_places(group)
-            trees = [draft.tree for draft in own]
-            slices = self.outputs.sliced(outputs, self.cache, rows, self.num_slots, num_pending, trees)
-            own_logits = logits if rows == list(range(len(logits))) else logits[rows]
-            walks[id(group)] = self.verifier.walk(group, own_logits, own, slices)
+
+        def step_outputs(group: RowGroup):
+            rows, trees = self._cache_places(group), [draft.tree for draft in drafts[id(group)]]
+            return self.outputs.sliced(outputs, self.cache, rows, self.num_slots, num_pending, trees)
+
+        walks = self._walk(groups, drafts, logits, step_outputs)
         self._commit(groups, walks, num_places, states)
         self.clock.lap("verify")
         if self.noise is not None:
@@ -297,6 +299,19 @@ class SpeculativeLoop:
             verify_ms, round_ms = 1e3 * (now_s - handed_over_s), 1e3 * (now_s - started_s)
             self.cost_model.observe_round(num_places + num_pending, verify_ms, committed, round_ms)
         self._drop_finished_rows()
+
+    def _walk(self, groups: list[RowGroup], drafts: dict, logits: torch.FloatTensor, step_outputs) -> dict[int, Walk]:
+        """Walk the logits `(B', N, V)` of the cached rows; `step_outputs(group)` goes to the walk of a group."""
+        of_groups = []
+        for group in groups:
+            first = self._cache_places(group)[0]  # a group is one row, or all of them
+            of_groups.append(logits[first : first + len(group.rows)])
+        own_drafts = [drafts[id(group)] for group in groups]
+        ahead = self.verifier.choose_ahead(groups, of_groups, own_drafts)
+        return {
+            id(group): self.verifier.walk(group, own, draft, step_outputs(group), tokens)
+            for group, own, draft, tokens in zip(groups, of_groups, own_drafts, ahead, strict=True)
+        }
 
     def _draft(self, groups: list[RowGroup]) -> dict[int, list[RowDraft]]:
         """Drafts of the rows of all groups, by the group's `id`."""
@@ -327,25 +342,25 @@ class SpeculativeLoop:
         """One forward over the pending tokens, the anchor and the drafts of every row that the cache holds."""
         num_pending = self.rollback.num_pending
         num_written = num_pending + num_places
-        ids = self.input_ids.new_full((len(self.cached_rows), num_written), self.pad_token_id or 0)
-        offsets = torch.zeros(len(self.cached_rows), num_written, dtype=torch.long)
-        trees = [DraftTree()] * len(self.cached_rows)
+        trees, tails = [DraftTree()] * len(self.cached_rows), [None] * len(self.cached_rows)
+        offsets = [[0] * num_written for _ in self.cached_rows]
         for group in groups:
-            tail = group.input_ids[:, -(num_pending + 1) :]
             for i, (place, draft) in enumerate(zip(self._cache_places(group), drafts[id(group)], strict=True)):
-                trees[place] = draft.tree
-                ids[place, : num_pending + 1] = tail[i]
-                end = num_pending + 1 + draft.tree.num_nodes
-                ids[place, num_pending + 1 : end] = ids.new_tensor(draft.tree.token_ids)
-                depths = torch.tensor([*range(-num_pending, 0), *draft.tree.depths()])
-                offsets[place, : len(depths)] = depths + group.num_new - 1
+                trees[place], tails[place] = draft.tree, group.input_ids[i, -(num_pending + 1) :]
+                depths = [*range(-num_pending, 0), *draft.tree.depths()]
+                offsets[place][: len(depths)] = [depth + group.num_new - 1 for depth in depths]
+        ids = torch.stack(tails)
+        if num_places > 1:
+            padding = self.pad_token_id or 0
+            drafted = [tree.token_ids + [padding] * (num_places - 1 - tree.num_nodes) for tree in trees]
+            ids = torch.cat([ids, send(drafted, ids.device)], dim=1)
         mask = self._mask(num_written)
         inputs = self._inputs(ids, offsets, mask, num_places)
         if not all(tree.is_chain for tree in trees):
             seen = torch.ones(len(trees), self.num_slots, dtype=torch.bool, device=self.target.device)
             if self.prompt_mask is not None:
                 columns = self.prompt_mask.shape[1]
-                seen[:, :columns] = self.prompt_mask[self.cached_rows].to(seen.device).bool()
+                seen[:, :columns] = self._of_cached(self.prompt_mask).to(seen.device).bool()
             lengths = [self.lengths[row] for row in self.cached_rows]
             inputs["attention_mask"] = attention_masks(self.target, self.cache, trees, lengths, num_places, seen)
         # The host swaps expert kernels for one-token steps; that trade does not hold for a draft.
@@ -353,14 +368,14 @@ class SpeculativeLoop:
         with decode:
             return self.forward(**inputs, return_dict=True)
 
-    def _inputs(self, ids, offsets, mask, num_logits: int) -> dict:
-        """Arguments of a forward over `ids` `(B', M)` that stand `offsets` `(B', M)` behind the prompt."""
+    def _inputs(self, ids, offsets: list[list[int]], mask, num_logits: int) -> dict:
+        """Arguments of a forward over `ids` `(B', M)` that stand `offsets`, as many, behind the prompt."""
         kwargs = dict(self.fixed_kwargs)
         if self.next_position is not None:
-            first = self.next_position[..., self.cached_rows, :]
-            kwargs["position_ids"] = first + offsets.to(first.device)
+            first = self._of_cached(self.next_position, dim=-2)
+            kwargs["position_ids"] = first + send(offsets, first.device)
         if (types := self.model_kwargs.get("token_type_ids")) is not None:
-            kwargs["token_type_ids"] = types[self.cached_rows, -1:].expand(-1, ids.shape[1])
+            kwargs["token_type_ids"] = self._of_cached(types)[:, -1:].expand(-1, ids.shape[1])
         if self.model_kwargs.get("mm_token_type_ids") is not None:  # what is generated is text
             kwargs["mm_token_type_ids"] = torch.zeros_like(ids)
         inputs = self.target.prepare_inputs_for_generation(
@@ -384,7 +399,7 @@ class SpeculativeLoop:
         mask = torch.ones(shape, dtype=torch.long, device=self.device)
         if self.prompt_mask is not None:
             columns = min(self.prompt_mask.shape[1], self.num_slots)
-            mask[:, :columns] = self.prompt_mask[self.cached_rows, :columns]
+            mask[:, :columns] = self._of_cached(self.prompt_mask)[:, :columns]
         for row, length in enumerate(lengths):
             mask[row, length : self.num_slots] = 0  # slots of rows that are further
         return mask
@@ -393,23 +408,27 @@ class SpeculativeLoop:
         """Leave the walked places in the cache, and give their states to the drafter."""
         num_pending = self.rollback.num_pending
         num_written = num_pending + num_places
-        places = torch.arange(num_places).repeat(len(self.cached_rows), 1)
-        targets = places.clone()
+        sources = [list(range(num_places)) for _ in self.cached_rows]
+        targets = [list(range(num_places)) for _ in self.cached_rows]
         for group in groups:
             walk = walks[id(group)]
             for i, place in enumerate(self._cache_places(group)):
                 row, kept = group.rows[i], walk.places[i]
-                places[place, : len(kept)] = torch.tensor(kept)
-                targets[place, : len(kept)] += self.lengths[row] - self.num_slots
+                sources[place][: len(kept)] = kept
+                shift = self.lengths[row] - self.num_slots
+                targets[place][: len(kept)] = range(shift, shift + len(kept))
                 self.lengths[row] += num_pending + walk.num_steps
                 is_text = not (self.stop.has_eos and group.is_finished[i])
                 if is_text:
-                    self.generators[row].feed(states[place : place + 1, kept])
+                    is_chain = kept == list(range(len(kept)))
+                    index = slice(len(kept)) if is_chain else send(kept, states.device)
+                    self.generators[row].feed(states[place, index][None])
                 committed = walk.token_ids[i][: walk.num_texts[i]]
                 if committed:
                     self.generators[row].record_round(committed)
-        if not torch.equal(places, targets):
-            self.rollback.move(num_written, num_pending + places, num_pending + targets)
+        if sources != targets:
+            sources, targets = (num_pending + send(places, self.device) for places in (sources, targets))
+            self.rollback.move(num_written, sources, targets)
         num_slots = max(self.lengths[row] for row in self._kept_rows())
         self.rollback.keep(num_written, num_slots - self.num_slots)
         if self.rollback.num_pending:
@@ -429,8 +448,14 @@ class SpeculativeLoop:
         kept = self._kept_rows()
         if kept == self.cached_rows or not self.is_ragged:
             return
-        self.cache.batch_select_indices(torch.tensor([self.cached_rows.index(row) for row in kept]))
-        self.cached_rows = kept
+        self.cache.batch_select_indices(send([self.cached_rows.index(row) for row in kept], self.device))
+        self.cached_rows, self.cached_index = kept, send(kept, self.device)
+
+    def _of_cached(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """The rows of `values` that the cache still holds."""
+        if self.cached_index is None:
+            return values
+        return values.index_select(dim, self.cached_index.to(values.device))
 
     def _cache_places(self, group: RowGroup) -> list[int]:
         return [self.cached_rows.index(row) for row in group.rows]
@@ -439,7 +464,8 @@ class SpeculativeLoop:
         """Feed the tokens that wait for it, so that the cache holds all tokens but the newest."""
         group, num_pending = self.groups[0], self.rollback.num_pending
         ids = group.input_ids[:, -(num_pending + 1) : -1]
-        offsets = torch.arange(-num_pending, 0).expand(len(ids), -1) + group.num_new - 1
+        first = group.num_new - 1 - num_pending
+        offsets = [list(range(first, first + num_pending)) for _ in ids]
         self.target(**self._inputs(ids, offsets, self._mask(num_pending), 1), return_dict=True)
         self.rollback.keep(num_pending, num_pending)
         self.num_slots += num_pending

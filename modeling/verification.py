@@ -4,6 +4,10 @@ A walk repeats the body of the host's decoding loop (processors, choice, stoppin
 position after the other while the draft holds the chosen token. Everything a user can hook into therefore sees the
 calls of plain decoding: the same arguments, in the same order, for committed positions only. Rows that advance
 together form a group; a group of all rows is exactly the batch of plain decoding.
+
+On a device that works through a queue such a walk would wait for it at every token. There, if processors are known to
+be functions of their arguments, the tokens of all places are chosen ahead (`Verifier.choose_ahead`), each as if its
+place were reached, and read by one copy; the walk then only looks them up.
 """
 
 import time
@@ -14,6 +18,8 @@ from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import stopping_criteria as host_criteria
 
 from .draft_tree import DraftTree
+from .host_transfer import look_is_free, read, send
+from .proposal import is_row_wise, is_warper
 from .sampling_noise import SamplingNoise
 
 
@@ -113,6 +119,17 @@ class GreedyPicker:
     """The most likely token."""
 
     def pick(self, scores, group: RowGroup, drafts, places) -> torch.LongTensor:
+        """
+        The token of a step for each row.
+
+        Args:
+            scores (`torch.FloatTensor` of shape `(G, V)`): Processed logits of one place of each row.
+            drafts (`list[RowDraft]`), places (`list[int]`): Of each row.
+        """
+        return scores.argmax(dim=-1)
+
+    def pick_ahead(self, scores, group: RowGroup, drafts) -> torch.LongTensor:
+        """The tokens `(G, N)` of all places, each as if it were reached, from processed logits `(G, N, V)`."""
         return scores.argmax(dim=-1)
 
 
@@ -124,6 +141,16 @@ class NoisePicker:
 
     def pick(self, scores, group: RowGroup, drafts, places) -> torch.LongTensor:
         return self.noise.pick(scores.softmax(dim=-1), group.num_new, group.rows)
+
+    def pick_ahead(self, scores, group: RowGroup, drafts) -> torch.LongTensor:
+        num_places = scores.shape[1]
+        tokens = []
+        for i, draft in enumerate(drafts):
+            # Behind the nodes of a row nothing is reached; any numbers do.
+            depths = draft.tree.depths() + [0] * (num_places - 1 - draft.tree.num_nodes)
+            noise = torch.stack([self.noise.at(group.num_new + depth)[group.rows[i]] for depth in depths])
+            tokens.append((scores[i].softmax(dim=-1) / noise).argmax(dim=-1))
+        return torch.stack(tokens)
 
 
 class RejectionPicker:
@@ -137,6 +164,29 @@ class RejectionPicker:
         probs = scores.softmax(dim=-1)
         return torch.cat([self._row(probs[i], drafts[i], places[i]) for i in range(len(places))])
 
+    def pick_ahead(self, scores, group: RowGroup, drafts) -> torch.LongTensor:
+        return torch.stack(
+            [self._places(own.softmax(dim=-1), draft) for own, draft in zip(scores, drafts, strict=True)]
+        )
+
+    @staticmethod
+    def _places(p: torch.FloatTensor, draft: RowDraft) -> torch.LongTensor:
+        """Tokens `(N,)` of all places of a row with laws `p` `(N, V)`, each by what `_row` does for one of them."""
+        n = 0 if draft.pool_logits is None else draft.tree.num_nodes
+        law, before = p.clone(), p[:n]
+        if n:
+            q = torch.zeros_like(before).scatter_(
+                1, draft.pool_ids.to(p.device), draft.pool_logits.to(p.device).softmax(dim=-1)
+            )
+            rest = (before - q).clamp_(min=0)
+            law[:n] = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, before)
+        tokens = (law / torch.empty_like(law).exponential_(1)).argmax(dim=-1)  # `multinomial` would look at its input
+        if n:
+            drafted = send(draft.tree.token_ids, p.device)[:, None]
+            is_accepted = torch.rand(n, 1, device=p.device) * q.gather(1, drafted) < before.gather(1, drafted)
+            tokens[:n] = torch.where(is_accepted, drafted, tokens[:n, None])[:, 0]
+        return tokens
+
     @staticmethod
     def _row(p: torch.FloatTensor, draft: RowDraft, place: int) -> torch.LongTensor:
         if draft.pool_logits is None or place >= draft.tree.num_nodes:
@@ -149,6 +199,20 @@ class RejectionPicker:
         rest = (p - q).clamp_(min=0)
         # Rounding alone can leave nothing although the draft was rejected.
         return torch.multinomial(rest if rest.sum() > 0 else p, 1)
+
+
+@dataclass
+class Ahead:
+    """
+    Tokens of all places of a group, chosen as if each place were reached.
+
+    Attributes:
+        token_ids (`list[list[int]]`): By row and place.
+        scores (`torch.FloatTensor` of shape `(G, N, V)`): What they were chosen by.
+    """
+
+    token_ids: list[list[int]]
+    scores: torch.FloatTensor
 
 
 @dataclass
@@ -189,7 +253,30 @@ class Verifier:
         self.streamer = streamer
         self.outputs = outputs
 
-    def walk(self, group: RowGroup, logits: torch.FloatTensor, drafts: list[RowDraft], step_outputs) -> Walk:
+    def choose_ahead(self, groups: list[RowGroup], logits: list[torch.FloatTensor], drafts) -> list[Ahead | None]:
+        """
+        Choose the tokens of all places of all groups, and read them by one copy.
+
+        Args:
+            logits (`list[torch.FloatTensor]` of shape `(G, N, V)`), drafts (`list[list[RowDraft]]`): Of each group.
+
+        Returns:
+            `None` for each group where the tokens must be chosen one after the other, or are better so: where a look
+            is free, nothing is processed for places that are not reached.
+        """
+        is_argmax = isinstance(self.picker, GreedyPicker) and not groups[0].logits_processor
+        is_free = look_is_free(logits[0].device)
+        if is_free and (not is_argmax or self.outputs.keeps_logits):
+            return [None] * len(groups)
+        if not all(_can_process_ahead(group) for group in groups):
+            return [None] * len(groups)
+        scores = _process_ahead(groups, logits, drafts)
+        tokens = [self.picker.pick_ahead(*own) for own in zip(scores, groups, drafts, strict=True)]
+        return [Ahead(ids, own) for ids, own in zip(read(*tokens), scores, strict=True)]
+
+    def walk(
+        self, group: RowGroup, logits: torch.FloatTensor, drafts: list[RowDraft], step_outputs, ahead=None
+    ) -> Walk:
         """
         Commit tokens of `group` while its rows agree with their drafts.
 
@@ -197,24 +284,21 @@ class Verifier:
             logits (`torch.FloatTensor` of shape `(G, N, V)`): Raw logits of the verified places.
             drafts (`list[RowDraft]`): Of each row; a finished row agrees with every token.
             step_outputs (`Callable`): `step_outputs(places)` are the outputs of the target for one place of each row.
+            ahead (`Ahead`, *optional*): What `choose_ahead` chose.
         """
-        # Without processors the best tokens of all places are found at once.
-        is_argmax = isinstance(self.picker, GreedyPicker) and not group.logits_processor
-        best = logits.argmax(dim=-1).tolist() if is_argmax and not self.outputs.keeps_logits else None
         num_places = logits.shape[1]
         places = [0] * len(group.rows)
         walked: list[list[int]] = [[] for _ in group.rows]
         token_ids: list[list[int]] = [[] for _ in group.rows]
         num_texts = [0] * len(group.rows)
         # If nobody looks at the tokens meanwhile, they are appended at once.
-        is_watched = best is None or bool(self.stop.others) or self.streamer is not None
+        is_watched = ahead is None or bool(self.stop.others) or self.streamer is not None
         length, agrees = group.input_ids.shape[1], True
         while agrees and not group.is_done:
-            tokens, ids, scores = self._choose(group, logits, drafts, places, best)
+            ids, scores = self._choose(group, logits, drafts, places, ahead)
             length += 1
             if is_watched:
-                tokens = group.input_ids.new_tensor(ids) if tokens is None else tokens
-                group.input_ids = torch.cat([group.input_ids, tokens[:, None]], dim=-1)
+                group.input_ids = torch.cat([group.input_ids, send(ids, group.input_ids.device)[:, None]], dim=-1)
             self.outputs.add(scores, lambda p=tuple(places): step_outputs(list(p)))
             for row, (place, token) in enumerate(zip(places, ids, strict=True)):
                 walked[row].append(place)
@@ -223,7 +307,7 @@ class Verifier:
             done = self.stop(group.input_ids, length, ids, self.outputs.scores)
             group.is_finished = [f or d for f, d in zip(group.is_finished, done, strict=True)]
             if self.streamer is not None:  # behind the criteria, as plain decoding
-                self.streamer.put(tokens.cpu())
+                self.streamer.put(torch.tensor(ids))
             for row, token in enumerate(ids):
                 following = drafts[row].tree.child(places[row], token)
                 # Tokens behind the end of a row are padding; what the target saw there matters only if it is returned.
@@ -232,21 +316,67 @@ class Verifier:
                 places[row] = following if following is not None else min(places[row] + 1, num_places - 1)
             agrees = agrees and len(walked[0]) < num_places
         if not is_watched:
-            group.input_ids = torch.cat([group.input_ids, group.input_ids.new_tensor(token_ids)], dim=-1)
+            group.input_ids = torch.cat([group.input_ids, send(token_ids, group.input_ids.device)], dim=-1)
         return Walk(walked, len(walked[0]), token_ids, num_texts)
 
-    def _choose(self, group: RowGroup, logits, drafts, places, best):
-        """Tokens of a step as a tensor (unless they are known already), as integers, and what they were chosen by."""
-        if best is not None:
-            ids = [best[row][place] for row, place in enumerate(places)]
-            if self.stop.has_eos and any(group.is_finished):
-                ids = [self.pad_token_id if f else i for i, f in zip(ids, group.is_finished, strict=True)]
-            return None, ids, None
-        index = torch.tensor(places, device=logits.device)
-        raw = logits[torch.arange(len(places), device=logits.device), index].clone()  # processors may write to it
-        scores = group.logits_processor(group.input_ids, raw)
-        tokens = self.picker.pick(scores, group, drafts, places)
+    def _choose(self, group: RowGroup, logits, drafts, places, ahead: Ahead | None):
+        """Tokens of a step, and what they were chosen by: processed and raw logits `(G, V)`."""
+        if ahead is not None:
+            ids = [own[place] for own, place in zip(ahead.token_ids, places, strict=True)]
+            scores = None
+            if self.outputs.keeps_logits:
+                scores = (_at(ahead.scores, places), _at(logits, places))
+        else:
+            raw = _at(logits, places)  # a copy, processors may write to it
+            processed = group.logits_processor(group.input_ids, raw)
+            ids = self.picker.pick(processed, group, drafts, places).tolist()
+            scores = (processed, raw)
         if self.stop.has_eos and any(group.is_finished):
-            is_finished = torch.tensor(group.is_finished, device=tokens.device)
-            tokens = tokens.masked_fill(is_finished, self.pad_token_id)
-        return tokens, tokens.tolist(), (scores, raw)
+            ids = [self.pad_token_id if f else i for i, f in zip(ids, group.is_finished, strict=True)]
+        return ids, scores
+
+
+def _at(logits: torch.FloatTensor, places: list[int]) -> torch.FloatTensor:
+    """One place of each row: `(G, N, V)` to `(G, V)`."""
+    return torch.stack([own[place] for own, place in zip(logits, places, strict=True)])
+
+
+def _can_process_ahead(group: RowGroup) -> bool:
+    """Whether the processors are known functions that can be asked about any rows, reached or not."""
+    return all(
+        is_row_wise(processor)
+        # Left padding gives the repetition penalty a number for each row, which a row at another depth would miss.
+        and not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+        for processor in group.logits_processor
+    )
+
+
+def _process_ahead(groups: list[RowGroup], logits: list[torch.FloatTensor], drafts) -> list[torch.FloatTensor]:
+    """Processed logits `(G, N, V)` of all places of each group; the groups have the same processors, one for one."""
+    if not groups[0].logits_processor:
+        return logits
+    scores, sizes = torch.cat(logits), [len(own) for own in logits]
+    for k, processor in enumerate(groups[0].logits_processor):
+        if is_warper(processor):  # looks at no tokens
+            scores = processor(None, scores.flatten(0, 1)).view_as(scores)
+            continue
+        of_groups = zip(groups, scores.split(sizes), drafts, strict=True)
+        scores = torch.cat([_process_tokens(group, group.logits_processor[k], *own) for group, *own in of_groups])
+    return list(scores.split(sizes))
+
+
+def _process_tokens(group: RowGroup, processor, scores: torch.FloatTensor, drafts: list[RowDraft]) -> torch.Tensor:
+    """What a processor that looks at the tokens makes of `scores` `(G, N, V)`; it is asked once for each depth."""
+    by_depth: dict[int, list[tuple[int, int]]] = {}
+    for row, draft in enumerate(drafts):
+        for place, depth in enumerate(draft.tree.depths()):
+            by_depth.setdefault(depth, []).append((row, place))
+    scores = scores.clone()
+    for nodes in by_depth.values():
+        rows, places = (send(list(part), scores.device) for part in zip(*nodes, strict=True))
+        drafted = [
+            [drafts[row].tree.token_ids[p - 1] for p in drafts[row].tree.path(place)[1:]] for row, place in nodes
+        ]
+        ids = torch.cat([group.input_ids[rows], send(drafted, group.input_ids.device).view(len(nodes), -1)], dim=1)
+        scores[rows, places] = processor(ids, scores[rows, places])
+    return scores

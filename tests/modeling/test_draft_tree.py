@@ -10,6 +10,7 @@ from transformers import DynamicCache, LogitsProcessorList
 
 from hf_drelay.modeling.cache_rollback import CacheRollback
 from hf_drelay.modeling.draft_tree import Candidate, DraftTree, TreeDraft, attention_masks, expand_rows, grow
+from hf_drelay.modeling.host_transfer import read
 from hf_drelay.modeling.modeling_base import Pool
 from hf_drelay.modeling.modeling_heads import IndependentHead
 from hf_drelay.modeling.proposal import Proposal
@@ -55,6 +56,14 @@ class PairHead(IndependentHead):
         return torch.stack(rows, dim=1)
 
 
+def on_host(levels) -> TreeDraft:
+    return levels.on_host(read(*levels.tensors()))
+
+
+def grown(*arguments) -> TreeDraft:
+    return on_host(grow(*arguments))
+
+
 def every_path(head, pool, choose):
     """All paths of the pool with their log-scores, one by one."""
     paths = {}
@@ -80,7 +89,7 @@ class TestGrowing:
     def test_tree_holds_the_best_paths_of_all(self, head, budget, seed):
         pool = random_pool(seed=seed)
         choose = start_stage(pool)
-        tree, _ = grow(head, pool, pool, torch.tensor([5]), choose, budget).select([], set())
+        tree, _ = grown(head, pool, pool, torch.tensor([5]), choose, budget).select([], set())
         scores = every_path(head, pool, choose)
         best = sorted(scores, key=scores.get, reverse=True)[:budget]
         assert nodes_of(tree) == set(best)
@@ -88,10 +97,24 @@ class TestGrowing:
     def test_best_path_is_the_best_of_the_longest(self):
         pool = random_pool()
         choose = start_stage(pool)
-        draft = grow(PairHead(), pool, pool, torch.tensor([5]), choose, 81)
+        levels = grow(PairHead(), pool, pool, torch.tensor([5]), choose, 81)
         scores = every_path(PairHead(), pool, choose)
         longest = max((p for p in scores if len(p) == 4), key=scores.get)
-        assert tuple(c.token for c in draft.best_path()) == longest
+        assert tuple(c.token for c in on_host(levels).best_path()) == longest
+        rows, depth = levels.best_path()
+        assert depth.tolist() == [4]
+        assert tuple(t[row].item() for t, row in zip(levels.token_ids, rows, strict=True)) == longest
+
+    @pytest.mark.parametrize("depth", range(4))
+    def test_best_path_ends_where_nothing_can_be_drawn(self, depth):
+        pool = random_pool()
+        pool.logits[0, depth] = pool.log_probs[0, depth] = float("-inf")
+        levels = grow(PairHead(), pool, pool, torch.tensor([5]), start_stage(pool), 9)
+        rows, found = levels.best_path()
+        best = on_host(levels).best_path()
+        assert found.tolist() == [depth] and len(best) == depth
+        tokens = [t[row].item() for t, row in zip(levels.token_ids, rows, strict=True)]
+        assert tokens[:depth] == [candidate.token for candidate in best]
 
     def test_kept_path_is_in_the_tree_though_others_score_more(self):
         root = Candidate(1, 0, None, 3, -5.0)
@@ -110,7 +133,7 @@ class TestGrowing:
         pool = random_pool()
         pool.logits[0, 1, 0] = float("-inf")
         pool.log_probs[0, 1, 0] = float("-inf")
-        tree, _ = grow(IndependentHead(), pool, pool, torch.tensor([5]), start_stage(pool), 30).select([], set())
+        tree, _ = grown(IndependentHead(), pool, pool, torch.tensor([5]), start_stage(pool), 30).select([], set())
         assert all(len(path) < 2 or path[1] != pool.ids[0, 1, 0] for path in nodes_of(tree))
 
     def test_state_of_a_head_is_expanded_whatever_it_is(self):

@@ -152,19 +152,6 @@ class TestWalks:
         assert (head.calls, choices.tolist()) == (1, [[0] * K])
         assert torch.equal(logits, pool.log_probs)
 
-    @pytest.mark.parametrize("end", range(K))
-    def test_walk_ends_before_the_slot_when_nothing_can_be_drawn(self, end):
-        pool = Pool.from_logits(torch.randn(1, K, V), C)
-        choices, logits = walk_slots(
-            IndependentHead(),
-            pool,
-            pool,
-            torch.tensor([0]),
-            lambda logits, slot: None if slot == end else greedy(logits, slot),
-        )
-        assert choices.tolist() == [[0] * end]
-        assert torch.equal(logits, pool.log_probs[:, :end])
-
     @torch.no_grad()
     def test_walk_hands_each_slot_the_tokens_chosen_before_it(self):
         """A chooser that always repairs must lead the head along repaired tokens."""
@@ -220,6 +207,7 @@ class TestDraftBlock:
             context_features=torch.randn(1, 3, H),
             slot_log_confidence=torch.tensor([[-1.0, -2.0, -4.0]]),
             remember=lambda n: n,
+            pool_log_probs=torch.randn(1, 3, 4).log_softmax(dim=-1),
         )
 
     def test_confidence_is_the_sum_over_the_slots(self):

@@ -1,9 +1,14 @@
 """Targets with recurrent layers cannot take a token back: states are restored, and accepted tokens fed again."""
 
+import itertools
+
 import pytest
 import torch
 
+from hf_drelay.modeling import cache_rollback
 from hf_drelay.modeling.cache_rollback import CacheRollback
+from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
+from hf_drelay.modeling.draft_tree import DraftTree
 
 
 ALWAYS = float("-inf")
@@ -72,12 +77,38 @@ def test_second_turn_with_the_returned_cache_equals_a_fresh_run(toolbox, name):
     assert torch.equal(toolbox.greedy(target, whole, view, **kwargs), expected)
 
 
+@both
+@pytest.mark.parametrize("every", [0, 2, 3], ids=["never_drafts", "every_second_round", "every_third_round"])
+def test_states_are_kept_only_before_rounds_with_drafts(toolbox, monkeypatch, name, every):
+    target, prompt = toolbox.hybrid(name), toolbox.prompt(9)
+    expected = toolbox.greedy(target, prompt)
+    events, count = [], itertools.count(1)
+    stages, snapshot = DRelayCandidateGenerator.stages, cache_rollback._snapshot
+
+    def sometimes(self, input_ids):
+        if not every or next(count) % every:
+            self._blocks, self.tree = [], DraftTree()
+            events.append("plain")
+            return []
+        events.append("drafts")
+        return (yield from stages(self, input_ids))
+
+    monkeypatch.setattr(DRelayCandidateGenerator, "stages", sometimes)
+    monkeypatch.setattr(cache_rollback, "_snapshot", lambda layer: (events.append("kept"), snapshot(layer))[1])
+    view = toolbox.scripted(target, expected[0].tolist()).with_options()
+    assert torch.equal(toolbox.greedy(target, prompt, view), expected)
+    before = [events[i - 1] for i, event in enumerate(events) if event == "kept" and events[i - 1] != "kept"]
+    assert set(before) == ({"drafts"} if every else set())
+
+
 def test_tokens_that_wait_for_a_replay_are_fed_before_there_are_too_many(toolbox, monkeypatch):
     target, prompt = toolbox.hybrid("qwen3_5"), toolbox.prompt(9)
     expected = toolbox.greedy(target, prompt, max_new_tokens=60)
     waiting = []
     begin = CacheRollback.begin
-    monkeypatch.setattr(CacheRollback, "begin", lambda self: (waiting.append(self.num_pending), begin(self))[1])
+    monkeypatch.setattr(
+        CacheRollback, "begin", lambda self, takes_back: (waiting.append(self.num_pending), begin(self, takes_back))[1]
+    )
     view = toolbox.drafter(target).with_options()  # random weights: every draft is wrong
     assert torch.equal(toolbox.greedy(target, prompt, view, max_new_tokens=60), expected)
     assert 8 < max(waiting) <= 32
