@@ -2,8 +2,6 @@
 a round makes few of them: one for each stage (`DraftBlock.numbers`) and one for the verification (`Verifier`).
 """
 
-import struct
-
 import torch
 
 
@@ -20,8 +18,8 @@ def read(*tensors: torch.Tensor) -> list:
         part = values[start : start + tensor.numel()]
         start += tensor.numel()
         if tensor.is_floating_point():
-            part = struct.unpack(f"{len(part)}f", struct.pack(f"{len(part)}i", *part))
-        found.append(_nested(list(part), tensor.shape))
+            part = torch.tensor(part, dtype=torch.int32).view(torch.float32).tolist()
+        found.append(_nested(part, tensor.shape))
     return found
 
 

@@ -12,7 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import yaml
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData
+from huggingface_hub import eval_result_entries_to_yaml as entries_to_yaml
 
 from .results import measurements, read_records, results_section
 
@@ -141,10 +142,7 @@ def render_card(folder: str | Path, repo_id: str | None = None, tags: Sequence[s
 
 
 def card_data(words: dict, config: dict, records: dict, repo_id: str, tags: Sequence[str] = ()) -> ModelCardData:
-    """
-    Front matter by the conventions of the Hub. Speedups are entries of its `model-index`: the newer `.eval_results/`
-    takes scores of registered benchmarks only, and none of these scores a speedup.
-    """
+    """Front matter by the conventions of the Hub."""
     results = [
         EvalResult(
             task_type="text-generation",
@@ -168,6 +166,27 @@ def card_data(words: dict, config: dict, records: dict, repo_id: str, tags: Sequ
         pipeline_tag="text-generation",
         tags=list(dict.fromkeys([*TAGS, *tags])),
     )
+
+
+def eval_result_files(folder: str | Path) -> dict[str, str]:
+    """
+    Contents of `.eval_results/`: one YAML file for each data set of the results, by file name. The task ids are our
+    own, `speedup_...`, which no leaderboard of these data sets ranks.
+    """
+    words = read_card_file(Path(folder))
+    found: dict[str, list[EvalResultEntry]] = {}
+    for entry in measurements(read_records(result_files(Path(folder), words)), words["result_datasets"]):
+        found.setdefault(entry["prompts"], []).append(
+            EvalResultEntry(
+                dataset_id=entry["dataset"],
+                task_id=f"speedup_{entry['way'].replace(' + ', '_').replace(' ', '_').lower()}",
+                value=round(entry["speedup"], 4),
+                notes=entry["notes"],
+            )
+        )
+    return {
+        f"{name}.yaml": yaml.safe_dump(entries_to_yaml(entries), sort_keys=False) for name, entries in found.items()
+    }
 
 
 def check_card(text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from huggingface_hub import CommitInfo
 from transformers.utils.hub import convert_file_size_to_int
 
-from .card import check_card, read_card_file, render_card, result_files
+from .card import check_card, eval_result_files, read_card_file, render_card, result_files
 from .check import check_files, check_loads_and_is_lossless
 from .checkpoint import EXTRA_FILES, write_checkpoint
 
@@ -21,7 +21,7 @@ from .checkpoint import EXTRA_FILES, write_checkpoint
 AUTO_MAP = {"AutoConfig": "configuration_drelay.DRelayConfig", "AutoModel": "modeling_drelay.DRelayModel"}
 MAX_SHARD_SIZE = "5GB"
 # Removed from the repository when a push does not bring them: stale code or shards would break it.
-_OWNED = ["*.py", "*.safetensors", "*.safetensors.index.json", "results/*"]
+_OWNED = ["*.py", "*.safetensors", "*.safetensors.index.json", "results/*", ".eval_results/*"]
 
 
 def push_model(
@@ -319,10 +319,13 @@ def _write_weights(folder: Path, output: Path, max_shard_bytes: int) -> None:
 
 
 def _write_results(folder: Path, output: Path) -> None:
-    """Measured files beside the card that shows them."""
+    """Measured files beside the card that shows them, and the Hub's structured entries made from them."""
     for path in result_files(folder, read_card_file(folder)):
         (output / "results").mkdir(exist_ok=True)
         shutil.copyfile(path, output / "results" / path.name)
+    for name, text in eval_result_files(folder).items():
+        (output / ".eval_results").mkdir(exist_ok=True)
+        (output / ".eval_results" / name).write_text(text, encoding="utf-8")
 
 
 def _code_folder() -> Path:

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
 from hf_drelay.cli import app
-from hf_drelay.hub.card import check_card, read_card_file, render_card, result_files
+from hf_drelay.hub.card import check_card, eval_result_files, read_card_file, render_card, result_files
 from hf_drelay.hub.results import read_records, results_section
 
 
@@ -98,6 +98,13 @@ def test_structured_results_are_those_of_the_measurement():
     in_card = ModelCard(render_card(FOLDER)).data.eval_results
     assert len(expected) == 8
     assert {(result.dataset_type, result.metric_name, result.metric_value) for result in in_card} == expected
+    entries = [entry for text in eval_result_files(FOLDER).values() for entry in yaml.safe_load(text)]
+    in_files = {(entry["dataset"]["id"], entry["dataset"]["task_id"], entry["value"]) for entry in entries}
+    as_tasks = {
+        (dataset, "speedup_" + name.removeprefix("speedup, ").replace(" + ", "_").lower(), value)
+        for dataset, name, value in expected
+    }
+    assert in_files == as_tasks
 
 
 @pytest.mark.parametrize(

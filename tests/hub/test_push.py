@@ -69,6 +69,8 @@ def test_repository_is_complete(repository, checkpoint):
     names = {path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()}
     code = {path.name for path in (ROOT / "modeling").glob("*.py")} - {"__init__.py"}
     assert names == code | {
+        ".eval_results/dev_gsm8k.yaml",
+        ".eval_results/dev_mbpp.yaml",
         "README.md",
         "config.json",
         "custom_generate/generate.py",
