@@ -70,7 +70,6 @@ def test_repository_is_complete(repository, checkpoint):
     code = {path.name for path in (ROOT / "modeling").glob("*.py")} - {"__init__.py"}
     assert names == code | {
         ".eval_results/dev_gsm8k.yaml",
-        ".eval_results/dev_mbpp.yaml",
         "README.md",
         "config.json",
         "custom_generate/generate.py",
