@@ -2,6 +2,8 @@
 a round makes few of them: one for each stage (`DraftBlock.numbers`) and one for the verification (`Verifier`).
 """
 
+import struct
+
 import torch
 
 
@@ -18,7 +20,7 @@ def read(*tensors: torch.Tensor) -> list:
         part = values[start : start + tensor.numel()]
         start += tensor.numel()
         if tensor.is_floating_point():
-            part = torch.tensor(part, dtype=torch.int32).view(torch.float32).tolist()
+            part = list(struct.unpack(f"{len(part)}f", struct.pack(f"{len(part)}i", *part)))
         found.append(_nested(part, tensor.shape))
     return found
 

@@ -13,7 +13,7 @@ from pathlib import Path
 # What drafting needs of the standard library; nothing that reaches the network, other processes or pickles.
 _HARMLESS = {
     *("collections", "contextlib", "copy", "dataclasses", "difflib", "functools", "inspect", "json", "math", "os"),
-    *("pathlib", "sys", "time", "types", "typing", "weakref"),
+    *("pathlib", "struct", "sys", "time", "types", "typing", "weakref"),
 }
 _DYNAMIC = {"__import__", "eval", "exec"}  # could import anything, unseen
 # What the Hub's loader takes for an import, line by line and without parsing, in docstrings too.
