@@ -17,6 +17,13 @@ class ZeroLinear(nn.Linear):
     """Linear layer that starts at zero, so that a new path changes nothing until it is trained."""
 
 
+class FactorTable(nn.Embedding):
+    """
+    Table of the factors of a table that starts at zero. Its entries start at unit scale: with small ones the zero
+    table would have to grow large before it moved a score.
+    """
+
+
 class TokenRows:
     """
     Part of a head whose tables have one row for each token that can be drafted.
@@ -97,6 +104,8 @@ class DRelayPreTrainedModel(PreTrainedModel):
             init.zeros_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
+        elif isinstance(module, FactorTable):
+            init.normal_(module.weight, std=1.0)
         # Parameters that belong to no standard layer are initialised by the module that owns them.
         elif hasattr(module, "init_own_parameters"):
             module.init_own_parameters(self.config.initializer_range)

@@ -18,7 +18,7 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_drelay import DRelayConfig, DRelaySelectorConfig
-from .modeling_base import DRelayPreTrainedModel, Pool, TokenRows, ZeroLinear
+from .modeling_base import DRelayPreTrainedModel, FactorTable, Pool, TokenRows, ZeroLinear
 from .modeling_heads import HeadInputs
 
 
@@ -183,7 +183,7 @@ class PairPath(nn.Module):
     def __init__(self, config: DRelayConfig, num_predecessors: int, num_successors: int):
         super().__init__()
         rank = config.pair_rank
-        self.predecessor_table = nn.Embedding(num_predecessors, rank)
+        self.predecessor_table = FactorTable(num_predecessors, rank)
         self.successor_table = nn.Parameter(torch.zeros(num_successors, rank))
         self.hidden_proj = nn.Linear(config.hidden_size, rank)
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .configuration_drelay import DRelayConfig
-from .modeling_base import Pool, TokenRows, ZeroLinear
+from .modeling_base import FactorTable, Pool, TokenRows, ZeroLinear
 from .modeling_heads import HeadInputs
 
 
@@ -82,7 +82,7 @@ class BilinearHead(TokenHead):
         self.hidden_projection = nn.Linear(config.hidden_size, config.head_rank, bias=False)
 
     def init_own_parameters(self, std: float) -> None:
-        init.normal_(self.predecessor_codebook, std=std)
+        init.normal_(self.predecessor_codebook, std=1.0)  # as in a [`FactorTable`]
         init.zeros_(self.successor_codebook)
 
     def project(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -137,7 +137,7 @@ class MarkovHead(TokenHead):
     def __init__(self, config: DRelayConfig):
         super().__init__(config)
         width, rank = config.hidden_size, config.head_rank
-        self.markov_w1 = nn.Embedding(self.num_predecessors, rank)
+        self.markov_w1 = FactorTable(self.num_predecessors, rank)
         self.markov_w2 = ZeroLinear(rank, self.num_successors, bias=False)
         if config.markov_head_type == "gated":
             self.gate_proj = nn.Linear(width + rank, rank)
