@@ -100,12 +100,17 @@ class CostModel:
 
     Args:
         clock (`Callable`): Returns seconds; replaced in tests.
+        num_rows (`int`): Rows of the batch. Each decides as if all decided alike: they are verified together, but
+            stages are drafted for one after the other.
 
     Attributes:
         WARM_UP (`int`): Plain steps before anything is drafted; all but the first, which may pay for a compilation,
             measure the target alone.
         RENEWAL (`int`): Drafting rounds after which one plain step measures it again.
-        LOSS (`float`): Tokens that speculation may cost, compared with plain decoding, before it is put off.
+        LOSS (`float`): Tokens that speculation may recently have cost, compared with plain decoding, before it is put
+            off.
+        SHARE (`float`), SHORT_TEXT (`int`): Share of the tokens of a text that speculation may cost in all; a text is
+            taken to have at least so many tokens.
         PAUSES (`tuple[int, ...]`): Tokens decoded plainly after the first, second, ... losing trial.
     """
 
@@ -113,16 +118,21 @@ class CostModel:
     RENEWAL = 64
     LOSS = 1.0
     MEMORY = 0.9
+    SHARE = 0.04
+    SHORT_TEXT = 32
     PAUSES = (16, 48, 144, 432)
 
-    def __init__(self, clock=time.perf_counter):
+    def __init__(self, clock=time.perf_counter, num_rows: int = 1):
         self.clock = clock
+        self.num_rows = num_rows
         self.verify_ms = LatencyTable()
         self.draft_ms: dict[int, Average] = {}
+        self.slot_ms = Average(0.15)  # of one token of a drafter that drafts token by token
         self.calibration = Calibration()
         self.later_gain = Average(0.1)  # accepted tokens of a later stage that was reached
         self.later_length = Average(0.1)
         self.plain_ms = Average(0.15)  # of a round without a draft
+        self.drafting_ms = Average(0.15)  # of a round with one, or with a look at what could be drafted
         self.tokens_per_ms: float | None = None
         self._num_plain = 0
         self._num_drafting = 0  # rounds since the last plain step
@@ -131,47 +141,71 @@ class CostModel:
     def begin_call(self) -> None:
         """A new text: what was slow stays slow, but it may be easier to draft for."""
         self._balance = 0.0
+        self._lead = 0.0  # tokens that speculation won or lost in this text; little of what was won may be lost again
+        self._num_tokens = 0.0
         self._pause = 0  # plain tokens left
         self._num_losses = 0
+        self._drafts = self._may_draft()
 
     # Decisions.
 
     def drafts(self) -> bool:
         """Whether the coming round drafts at all."""
-        return self._num_plain >= self.WARM_UP and self._pause <= 0 and self._num_drafting < self.RENEWAL
+        return self._drafts
 
-    def stage_length(self, beliefs: list[float], stage: int, num_before: int, reach: float) -> int:
+    def stage_length(self, beliefs: list[float], stage: int, num_before: int, reach: float, first: int = 0) -> int:
         """
         Tokens to draft, from what is known before the first of them is drawn.
 
         Args:
-            beliefs (`list[float]`): Probability of the best candidate of each slot.
+            beliefs (`list[float]`): Probability of the best candidate of each slot, from slot `first` on.
             stage (`int`): 0 for the first of the round.
-            num_before (`int`): Tokens drafted by the stages before.
+            num_before (`int`): Tokens drafted before, in this stage and in the stages before.
             reach (`float`): Probability that all of those are accepted.
+            first (`int`): Slots of this stage that were drafted already.
         """
-        rate = self._rate()
+        rate, slot_ms = self._rate(), self.num_rows * (self.slot_ms.value or 0.0)
         best, best_value, gain = 0, 0.0, 0.0
-        for slot, belief in enumerate(beliefs):
-            reach *= self.calibration.acceptance(stage, slot, belief)
+        for i, belief in enumerate(beliefs):
+            reach *= self.calibration.acceptance(stage, first + i, belief)
             gain += reach
-            value = gain - rate * self._extra_ms(num_before, slot + 1)
+            # A drafter that goes token by token has paid for the first of them when it is asked about it.
+            value = gain - rate * (self._extra_ms(num_before, i + 1) + i * slot_ms)
             if value > best_value:
-                best, best_value = slot + 1, value
+                best, best_value = i + 1, value
         return best
+
+    def goes_on(self, known: list[float], belief: float, num_slots: int, stage: int, num_before: int, reach: float):
+        """
+        Whether a drafter that goes token by token drafts another one. The slots behind it are taken to be like it.
+
+        Args:
+            known (`list[float]`), belief (`float`): Probability of the best candidate of each slot of this stage so
+                far, and of the slot in question.
+            num_slots (`int`): Slots that the stage may have.
+            stage, num_before, reach: Of the stages before, as in `stage_length`.
+        """
+        for slot, earlier in enumerate(known):
+            reach *= self.calibration.acceptance(stage, slot, earlier)
+        first = len(known)
+        return self.stage_length([belief] * (num_slots - first), stage, num_before + first, reach, first) > 0
 
     def loops(self, reach: float, num_drafted: int) -> bool:
         """Whether another stage pays when `num_drafted` tokens are accepted with probability `reach`."""
         length = max(1, round(self.later_length.value or num_drafted))
         gain = self.later_gain.value if self.later_gain.value is not None else 0.5 * length
         draft_ms = self.draft_ms.get(1, self.draft_ms.get(0))
-        cost_ms = (draft_ms.value if draft_ms else 0.0) + self._extra_ms(num_drafted, length)
+        cost_ms = self.num_rows * (draft_ms.value if draft_ms else 0.0) + self._extra_ms(num_drafted, length)
         return reach * gain > self._rate() * cost_ms
 
     # Observations.
 
     def observe_draft(self, stage: int, ms: float) -> None:
         self.draft_ms.setdefault(min(stage, 1), Average(0.15)).add(ms)
+
+    def observe_slots(self, num_slots: int, ms: float) -> None:
+        """A stage of `num_slots` tokens, drafted one after the other."""
+        self.slot_ms.add(ms / max(num_slots, 1))
 
     def observe_round(self, num_verified: int, verify_ms: float, num_committed: int, round_ms: float) -> None:
         """
@@ -186,22 +220,43 @@ class CostModel:
         self.verify_ms.observe(num_verified, verify_ms)
         rate = num_committed / max(round_ms, 1e-6)
         self.tokens_per_ms = rate if self.tokens_per_ms is None else 0.9 * self.tokens_per_ms + 0.1 * rate
-        if not self.drafts():
+        self._num_tokens += num_committed
+        if self._drafts:
+            self._observe_drafting(num_committed, round_ms)
+        else:
             value = self.plain_ms.value
             if self._num_plain > 0:
                 self.plain_ms.add(round_ms if value is None else min(round_ms, LatencyTable.OUTLIER * value))
             self._num_plain += 1
             self._num_drafting = 0
             self._pause -= num_committed
-            return
+        self._drafts = self._may_draft()
+
+    def _observe_drafting(self, num_committed: int, round_ms: float) -> None:
+        usual_ms = self.drafting_ms.value
+        if usual_ms is not None:  # an interruption by something else is no loss of ours
+            round_ms = min(round_ms, LatencyTable.OUTLIER * usual_ms)
+        self.drafting_ms.add(round_ms)
         self._num_drafting += 1
-        self._balance = self.MEMORY * self._balance + num_committed - round_ms / max(self.plain_ms.value, 1e-6)
-        if self._balance < -self.LOSS:
+        won = num_committed - round_ms / max(self.plain_ms.value, 1e-6)
+        self._balance = self.MEMORY * self._balance + won
+        self._lead = min(self._lead + won, self.LOSS)
+        if self._balance < -self.LOSS or not self._can_lose():
             self._pause = self.PAUSES[min(self._num_losses, len(self.PAUSES) - 1)]
             self._num_losses += 1
             self._balance = 0.0
         elif self._balance > self.LOSS:
             self._num_losses = 0
+
+    def _may_draft(self) -> bool:
+        is_due = self._num_plain >= self.WARM_UP and self._pause <= 0 and self._num_drafting < self.RENEWAL
+        return is_due and self._can_lose()
+
+    def _can_lose(self) -> bool:
+        """Whether a text stays within its share of losses when all drafts of the coming round are rejected."""
+        plain_ms, drafting_ms = self.plain_ms.value, self.drafting_ms.value
+        risk = drafting_ms / max(plain_ms, 1e-6) - 1 if drafting_ms is not None else 0.0
+        return self._lead - risk >= -self.SHARE * max(self._num_tokens, self.SHORT_TEXT)
 
     def observe_acceptance(self, stage_beliefs: list[list[float]], num_accepted: int, num_judged: int) -> None:
         """
