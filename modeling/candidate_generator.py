@@ -194,7 +194,9 @@ class DRelayCandidateGenerator:
         """Give the session the target's states of the positions that were verified since the last call."""
         states = self.adapter.tapped(model_outputs.hidden_states, self.model.config.target_layer_ids)
         self.proposal.vocab_size = model_outputs.logits.shape[-1]  # a padded head is wider than the vocabulary
+        num_rejected = 0
         if self._is_prompt_fed:
+            num_rejected = states.shape[1] - num_verified
             states = states[:, :num_verified]
         else:
             # The states' own length counts, not that of the ids: with `inputs_embeds` the ids are empty.
@@ -202,7 +204,7 @@ class DRelayCandidateGenerator:
             if mask is not None and mask.dim() == 2:  # left padding is no context
                 states = states[:, mask[0, : states.shape[1]].to(states.device).bool()]
             self._is_prompt_fed = True
-        self.session.observe(model_outputs)
+        self.session.observe(model_outputs, 0, num_rejected)
         self.feed(states)
 
     def feed(self, states: torch.Tensor) -> None:
@@ -268,15 +270,23 @@ class DRelayCandidateGenerator:
         if self.options.tree_budget is not None:
             self.session.tree_budget = min(self.options.tree_budget, room)
         # Where a look at the pools is free, slots that are not worth it are not even scored.
+        # The paths of a chain's tree have pools of their own; it is cut behind the slots that are worth it.
+        is_chain, has_tree = self.model.config.backbone != "parallel", self.options.tree_budget is not None
         is_planned_ahead = self.cost_model is not None and look_is_free(self.model.drafter.device)
-        self.session.plan = self._plan if is_planned_ahead else None
+        self.session.plan = None
+        if is_planned_ahead and not (is_chain and has_tree):
+            self._beliefs.append([])
+            self.session.plan = self._plan_slot if is_chain else self._plan
         self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
         self.proposal.input_ids = input_ids
         return num_slots
 
-    def observe_draft(self, started_s: float) -> None:
-        """Tell the cost-aware gate that the stage took until now."""
-        self.cost_model.observe_draft(len(self._blocks), 1e3 * (self.cost_model.clock() - started_s))
+    def observe_draft(self, started_s: float, num_slots: int) -> None:
+        """Tell the cost-aware gate that the stage of `num_slots` tokens took until now."""
+        ms = 1e3 * (self.cost_model.clock() - started_s)
+        self.cost_model.observe_draft(len(self._blocks), ms)
+        if self.model.config.backbone != "parallel":
+            self.cost_model.observe_slots(num_slots, ms)
 
     def _cut_stage(self, block: DraftBlock, input_ids) -> tuple[DraftBlock, bool]:
         """A stage cut to what may be drafted, and whether nothing may follow it."""
@@ -313,18 +323,38 @@ class DRelayCandidateGenerator:
         """The stage as long as the cost-aware gate wants it, if its length was not planned before."""
         if self.cost_model is None or self.session.plan is not None:
             return block
-        return block.first(self._stage_length(block.numbers.best_log_probs[0]))
+        self._beliefs.append([])
+        best = block.numbers.best_log_probs[0]
+        if self.model.config.backbone == "parallel":
+            length = self._plan_length(best)
+        else:  # whether a slot is worth it may depend on the tokens before it, and not on its own
+            length = next((i for i, log_prob in enumerate(best) if not self._is_worth(log_prob, len(best))), len(best))
+        if block.tree is not None:
+            block.tree.candidates = [c for c in block.tree.candidates if c.depth <= length]
+        return block.first(length)
 
     def _plan(self, pool) -> int:
-        return self._stage_length(pool.log_probs[0, :, 0].tolist())
+        """Length of a stage, from the pools of its slots alone."""
+        return self._plan_length(pool.log_probs[0, :, 0].tolist())
 
-    def _stage_length(self, best_log_probs: list[float]) -> int:
-        """Length of a stage for the cost-aware gate, from the pools of its slots alone."""
+    def _plan_length(self, best_log_probs: list[float]) -> int:
         beliefs = [math.exp(log_prob) for log_prob in best_log_probs]
         stage, before = len(self._blocks), sum(block.num_tokens for block in self._blocks)
         length = self.cost_model.stage_length(beliefs, stage, before, self._reach())
-        self._beliefs.append(beliefs[:length])
+        self._beliefs[-1] = beliefs[:length]
         return length
+
+    def _plan_slot(self, pool) -> bool:
+        """Whether a chain goes on, from the pool of its next slot."""
+        return self._is_worth(pool.log_probs[0, 0, 0].item(), self.session.num_slots)
+
+    def _is_worth(self, best_log_prob: float, num_slots: int) -> bool:
+        before = sum(block.num_tokens for block in self._blocks)
+        belief, known = math.exp(best_log_prob), self._beliefs[-1]
+        is_worth = self.cost_model.goes_on(known, belief, num_slots, len(self._blocks), before, self._reach())
+        if is_worth:
+            known.append(belief)
+        return is_worth
 
     def _reach(self) -> float:
         """Probability that everything drafted so far is accepted, by what the stages believe of their tokens."""

@@ -49,8 +49,11 @@ class DraftSession:
         """The drafter's own masks do: its cache holds this row alone."""
         return None
 
-    def observe(self, outputs) -> None:
-        """Look at the outputs of the target's forward whose states `extend` will take. Nothing else is needed here."""
+    def observe(self, outputs, row: int = 0, num_rejected: int = 0) -> None:
+        """
+        Look at the outputs of the target's forward whose states `extend` will take: its `row`, without the last
+        `num_rejected` tokens. Nothing else is needed here.
+        """
 
     def extend(self, context_hidden_states: torch.Tensor) -> None:
         """Append newly verified positions from the target's tapped hidden states `(1, n, L*H)`."""

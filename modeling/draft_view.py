@@ -36,7 +36,7 @@ class DraftOptions:
         use_selector (`bool`): Off drafts with the backbone alone.
         tree_budget (`int`, *optional*): Verify a tree of that many nodes for each stage; `None` verifies a chain.
         decoding_loop (`str`): `"own"` takes batches, trees, filled caches and every stopping criterion; `"host"` is
-            the assisted loop of transformers, which always serves a drafter that reads the target's caches (Gemma 4).
+            the assisted loop of transformers.
         confidence_threshold (`float`): With a confidence head (DSpark): end a stage before the first slot whose
             confidence is below this; 0 is off.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
@@ -93,18 +93,6 @@ class DraftView:
                 f"`confidence_threshold` is {options['confidence_threshold']}, but this drafter has no confidence "
                 "head; leave the option out."
             )
-        if model.config.backbone != "parallel":
-            own = self.options
-            asked = {
-                "tree_budget": own.tree_budget is not None,
-                "loop_gate": own.loop_gate == AUTO,
-                "proposal": own.proposal == "coupled",
-            }
-            for name in (name for name, is_asked in asked.items() if is_asked):
-                raise ValueError(
-                    f"`{name}` {getattr(own, name)!r} needs a drafter with a parallel backbone; this one "
-                    f"({model.config.backbone}) drafts token by token."
-                )
         self.statistics = DraftStatistics()
         self.trace = None
         self._cost_models: dict[int, CostModel] = {}  # by batch size: costs outlive a call
@@ -207,15 +195,13 @@ class DraftView:
         """What the cost-aware gate knows about batches of that size; `None` for another gate."""
         if self.options.loop_gate != AUTO:
             return None
-        return self._cost_models.setdefault(batch_size, CostModel())
+        return self._cost_models.setdefault(batch_size, CostModel(num_rows=batch_size))
 
     def _takes(self, call: dict) -> bool:
         """
-        Whether our own loop serves a call. Processes that must keep step do so in the host's loop, which also shares
-        the target's caches with a drafter that has none.
+        Whether our own loop serves a call. Processes that must keep step do so in the host's loop.
         """
-        shares_cache = self.config.backbone == "shared_kv"
-        return self.options.decoding_loop == "own" and not shares_cache and not call.get("synced_gpus")
+        return self.options.decoding_loop == "own" and not call.get("synced_gpus")
 
     def _check_length(self, target, generation_config) -> None:
         limit = self.model.adapter(target).exact_length

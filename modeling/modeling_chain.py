@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 from .configuration_drelay import DRelayDrafterConfig
 from .draft_statistics import PhaseClock
+from .draft_tree import TreeLevels
 from .modeling_base import DraftBlock, DRelayPreTrainedModel, Pool
 from .target_adapter import TargetAdapter
 
@@ -31,6 +32,8 @@ class ChainSession:
         self.num_provisional = 0
         self.anchor_ids = None  # (1,), the token the current stage starts from
         self.num_slots = drafter.config.num_drafts
+        self.plan = None  # says, from the pool of a slot and before it is drawn, whether it is drafted
+        self.tree_budget = None  # nodes of a tree; None drafts a chain
         self.pending = None  # (1, n, F), features of the last verified positions that are in no row yet
         self.state = None  # (1, 1, F), the drafter's own state behind the last drafted token of this round
 
@@ -38,8 +41,11 @@ class ChainSession:
         """Position ids `(1, length)` from `start` on."""
         return torch.arange(start, start + length, device=self.drafter.device)[None]
 
-    def observe(self, outputs) -> None:
-        """Look at the outputs of the target's forward whose states `extend` will take. Nothing else is needed here."""
+    def observe(self, outputs, row: int = 0, num_rejected: int = 0) -> None:
+        """
+        Look at the outputs of the target's forward whose states `extend` will take: its `row`, without the last
+        `num_rejected` tokens. Nothing else is needed here.
+        """
 
     def extend(self, context_hidden_states: torch.Tensor) -> None:
         """Take the target's tapped hidden states `(1, n, L*H)` of newly verified positions."""
@@ -103,6 +109,8 @@ class ChainDrafter(DRelayPreTrainedModel):
             session (`ChainSession`): State of the call.
             proposal (`Proposal`): Draws the tokens; its `input_ids` end with the anchor.
         """
+        if session.tree_budget is not None:
+            return self._draft_tree(anchor_ids, session, proposal)
         B, K, C = len(anchor_ids), session.num_slots, self.config.pool_size
         scores = torch.zeros(B, K, C, device=self.device)
         pool = Pool(torch.zeros(B, K, C, dtype=torch.long, device=self.device), scores.clone(), scores)
@@ -117,22 +125,69 @@ class ChainDrafter(DRelayPreTrainedModel):
             pool.ids[:, slot : slot + 1] = candidates.ids
             pool.logits[:, slot : slot + 1] = candidates.logits
             pool.log_probs[:, slot : slot + 1] = candidates.log_probs
+            if session.plan is not None and not session.plan(candidates):
+                break
             choice = choose(candidates.log_probs, slot)
             token = candidates.ids[:, 0].gather(1, choice)
             states.append(state)
             choices.append(choice)
-        picked = torch.stack(choices, dim=1)  # (B, K, 1)
+        n = len(choices)
         session.clock.lap("draft")
+        if not n:
+            nothing = pool.first(0)
+            return self._block(nothing, nothing.ids[..., 0], scores.new_zeros(B, 0, self.config.hidden_size))
+        block = self._block(pool.first(n), torch.cat(choices, dim=1), torch.cat(states, dim=1))
+        block.pool_logits, block.num_usable = choose.proposal_logits(n), choose.num_possible(n)
+        return block
+
+    def _draft_tree(self, anchor_ids: torch.LongTensor, session: ChainSession, proposal) -> DraftBlock:
+        """
+        The best `tree_budget` paths of every depth, as `draft_tree.grow` finds them. Every path is a row of a batch
+        with a cache of its own; at the end the cache is that of the best of the longest paths.
+        """
+        budget, choose = session.tree_budget, None
+        path_ids, total = anchor_ids.new_zeros(1, 0), torch.zeros(1, device=self.device)
+        state = self.first_state(session, anchor_ids[:, None], proposal.input_ids)
+        levels, pools, states = TreeLevels(budget), [], []
+        for slot in range(session.num_slots):
+            pool = self.pool(state, session, slot)  # (W, 1, C)
+            choose = choose or proposal.start_stage(pool)
+            total = total[:, None] + choose.path_log_probs(pool.log_probs[:, 0], slot, path_ids, pool)
+            total, flat = total.flatten().topk(min(budget, total.numel()))
+            parents, choices = flat // pool.ids.shape[-1], flat % pool.ids.shape[-1]
+            token_ids = pool.ids.flatten()[flat]
+            path_ids = torch.cat([path_ids[parents], token_ids[:, None]], dim=1)
+            levels.add(total, parents, choices, token_ids)
+            pools.append(pool)
+            states.append(state)
+            if slot < session.num_slots - 1:
+                session.cache.batch_select_indices(parents)
+                state = self.next_state(session, state[parents], token_ids[:, None])
+        places, depth = levels.best_path()
+        if len(places) > 1:
+            session.cache.batch_select_indices(places[-2:-1])
+        before = [torch.zeros_like(depth), *places.split(1)][:-1]  # rows of the pools and states that lead to the path
+        parts = [Pool(*(part[row] for part in vars(pool).values())) for pool, row in zip(pools, before, strict=True)]
+        pool = Pool(*(torch.cat([getattr(part, name) for part in parts], dim=1) for name in vars(parts[0])))
+        picked = torch.stack([own[row] for own, row in zip(levels.choices, places.split(1), strict=True)], dim=1)
+        features = torch.cat([own[row] for own, row in zip(states, before, strict=True)], dim=1)
+        session.clock.lap("draft")
+        block = self._block(pool, picked, features)
+        block.tree, block.num_usable = levels, depth
+        return block
+
+    @staticmethod
+    def _block(pool: Pool, choices: torch.LongTensor, states: torch.Tensor) -> DraftBlock:
+        picked = choices[..., None]
         return DraftBlock(
             draft_ids=pool.ids.gather(2, picked)[..., 0],
-            choices=picked[..., 0],
+            choices=choices,
             pool_ids=pool.ids,
-            pool_logits=choose.proposal_logits(K),
-            context_features=torch.cat(states, dim=1),
+            pool_logits=None,
+            context_features=states,
             slot_log_confidence=pool.log_probs.gather(2, picked)[..., 0],
             remember=lambda n: None,
             pool_log_probs=pool.log_probs,
-            num_usable=choose.num_possible(K),
         )
 
     def continue_after(self, block: DraftBlock, session: ChainSession) -> None:

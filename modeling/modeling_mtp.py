@@ -72,26 +72,26 @@ class SharedCacheSession(ChainSession):
     def __init__(self, drafter, adapter, clock=None):
         super().__init__(drafter, adapter, clock)
         self.shared = None  # layer type to the target's keys and values of all verified positions
-        self._outputs = None
+        self._observed = None
 
-    def observe(self, outputs) -> None:
-        """Keep the caches that the target's forward returned; `extend` says how many of its positions hold."""
-        self._outputs = outputs
+    def observe(self, outputs, row: int = 0, num_rejected: int = 0) -> None:
+        """Keep the caches that the target's forward returned; they are cut when something is drafted."""
+        self._observed = outputs.shared_kv_states, row, num_rejected
 
     def extend(self, context_hidden_states: torch.Tensor) -> None:
         """Take the states of newly verified positions and cut the caches to them."""
         super().extend(context_hidden_states)
-        if self._outputs is None:
+        if self._observed is None:
             raise NotImplementedError(
                 "A drafter that shares the target's caches needs the forward of the target itself; measure it with "
                 "`generate()` instead of replay."
             )
-        num_rejected = self._outputs.hidden_states[-1].shape[1] - context_hidden_states.shape[1]
-        num_rejected = num_rejected if self.shared is not None else 0  # before, what was left out is left padding
+        shared, row, num_rejected = self._observed
         self.shared = {
-            # Sliding layers hold their last positions only, so rejected ones are counted from the end.
-            kind: tuple(t[:, :, : t.shape[2] - num_rejected][:, :, -self.num_verified :] for t in pair)
-            for kind, pair in self._outputs.shared_kv_states.items()
+            # Sliding layers hold their last positions only, so rejected ones are counted from the end, and left
+            # padding is what is too much at the beginning.
+            kind: tuple(t[row : row + 1, :, : t.shape[2] - num_rejected][:, :, -self.num_verified :] for t in pair)
+            for kind, pair in shared.items()
         }
 
     def end_round(self) -> None:
@@ -124,10 +124,13 @@ class SharedCacheDrafter(ChainDrafter):
 
     def next_state(self, session: SharedCacheSession, state, token) -> torch.Tensor:
         inputs = torch.cat([session.adapter.embed(token).to(self.dtype), state], dim=-1)
+        shared = session.shared
+        if len(inputs) > 1:  # paths of a tree
+            shared = {k: tuple(t.expand(len(inputs), -1, -1, -1) for t in pair) for k, pair in shared.items()}
         output = self.assistant(
             inputs_embeds=inputs,
             position_ids=session.positions(session.num_verified, 1),
-            shared_kv_states=session.shared,
+            shared_kv_states=shared,
         )
         session.logits = output.logits.float()
         return output.last_hidden_state

@@ -30,8 +30,10 @@ from .verification import GreedyPicker, NoisePicker, RejectionPicker, RowDraft, 
 
 # Tokens that may wait for a replay; beyond that they are fed in a forward of their own.
 _MAX_PENDING = 32
+# Kinds of tokens, one for each token of the text.
+_TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Arguments of the prompt that later forwards do not take, or that this file makes for each forward.
-_PROMPT_ONLY = ("inputs_embeds", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+_PROMPT_ONLY = ("inputs_embeds", "attention_mask", "position_ids", *_TOKEN_TYPES)
 
 
 class SpeculativeLoop:
@@ -82,6 +84,9 @@ class SpeculativeLoop:
         every_state = bool(generation_config.output_hidden_states)
         forward = target.get_decoder().forward
         self.request = {"output_hidden_states": True if every_state else hidden_states_request(taps, forward)}
+        self.shares_cache = getattr(view.model.drafter, "needs_shared_cache", False)
+        if self.shares_cache:
+            self.request["return_shared_kv_states"] = True
 
     def run(self):
         """Decode until every row has met a stopping criterion; returns what `generate()` returns."""
@@ -128,7 +133,7 @@ class SpeculativeLoop:
             kwargs = self.model_kwargs | self.request
             if len(ends) > 1:
                 config._mask_length = lead + end
-                for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+                for name in ("attention_mask", "position_ids", *_TOKEN_TYPES):
                     if kwargs.get(name) is not None:
                         kwargs[name] = kwargs[name][..., : lead + end]
             ids = self.input_ids[:, start:end] if lead and length else self.input_ids[:, :end]
@@ -170,7 +175,10 @@ class SpeculativeLoop:
         self.generators = [self._generator(row, vocab_size) for row in rows]
         self.view.statistics = self.statistics
         for row in rows:
-            self.generators[row].feed(states[row : row + 1, seen[row]])
+            own_states = states[row : row + 1, seen[row]]
+            if self.shares_cache:
+                self._share_cache(row, own_states.shape[1], outputs)
+            self.generators[row].feed(own_states)
         mask = self.model_kwargs.get("attention_mask")
         hides = mask is not None and mask.dim() == 2 and not bool(mask.all())
         self.prompt_mask = mask if hides else None
@@ -178,6 +186,7 @@ class SpeculativeLoop:
         self.next_position = None if positions is None else positions[..., -1:] + 1
         if self.next_position is not None and self.next_position.shape[-2] == 1:
             self.next_position = self.next_position.expand(*self.next_position.shape[:-2], self.num_rows, 1)
+        self.types_of_text = self._types_of_text(outputs)
         self.pad_token_id = None if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
         self.verifier = Verifier(self._picker(), self.stop, self.pad_token_id, self.streamer, self.outputs)
         self.fixed_kwargs = {
@@ -198,6 +207,18 @@ class SpeculativeLoop:
             for row, token_ids in zip(group.rows, walk.token_ids, strict=True):
                 self.generators[row].record_prefill(token_ids)
         self._drop_finished_rows()
+
+    def _types_of_text(self, outputs) -> dict[str, torch.LongTensor]:
+        """The kind `(B, 1)` that a generated token has in each of `_TOKEN_TYPES`, as the target's own code says."""
+        grown = self.target._update_model_kwargs_for_generation(outputs, dict(self.model_kwargs), False)
+        changed = [name for name, value in grown.items() if value is not self.model_kwargs.get(name)]
+        unknown = set(changed) - {*_PROMPT_ONLY, "cache", "past_key_values"}
+        if unknown:
+            raise ValueError(
+                f"`{min(unknown)}` is an input of {type(self.target).__name__} that changes with every token, which "
+                "drafts of several tokens do not follow; call generate() without `assistant_model`."
+            )
+        return {name: grown[name][:, -1:] for name in _TOKEN_TYPES if grown.get(name) is not None}
 
     def _generator(self, row: int, vocab_size: int) -> DRelayCandidateGenerator:
         noise = None
@@ -227,6 +248,23 @@ class SpeculativeLoop:
             self.view.trace = generator.trace
         return generator
 
+    def _share_cache(self, row: int, num_fed: int, outputs) -> None:
+        """Show the drafter of a row the target's cache behind the prompt, of which `num_fed` tokens are new."""
+        kinds = {type(layer).__name__ for layer in self.rollback.layers} - {
+            "DynamicLayer",
+            "DynamicSlidingWindowLayer",
+        }
+        if kinds:
+            raise ValueError(
+                f"`cache_implementation` makes layers of type {min(kinds)!r}, which hold more than the text; a "
+                "drafter that reads the target's cache needs a dynamic one. Leave `cache_implementation` unset."
+            )
+        mask = self.model_kwargs.get("attention_mask")
+        num_seen = int(mask[row].sum()) if mask is not None and mask.dim() == 2 else self.num_slots
+        session = self.generators[row].session
+        session.num_verified = num_seen - num_fed  # its positions are those of the target
+        session.observe(outputs, row)
+
     def _picker(self):
         if not self.config.do_sample:
             return GreedyPicker()
@@ -246,6 +284,7 @@ class SpeculativeLoop:
             and ends_alone
             and has_positions
             and not sees_batch
+            and not self.shares_cache  # its slots must be the text of the row, without a hole
         )
 
     def _check_tree(self) -> None:
@@ -288,7 +327,7 @@ class SpeculativeLoop:
             return self.outputs.sliced(outputs, self.cache, rows, self.num_slots, num_pending, trees)
 
         walks = self._walk(groups, drafts, logits, step_outputs)
-        self._commit(groups, walks, num_places, states)
+        self._commit(groups, walks, num_places, states, outputs)
         self.clock.lap("verify")
         if self.noise is not None:
             self.noise.forget(min(group.num_new for group in groups))
@@ -374,10 +413,8 @@ class SpeculativeLoop:
         if self.next_position is not None:
             first = self._of_cached(self.next_position, dim=-2)
             kwargs["position_ids"] = first + send(offsets, first.device)
-        if (types := self.model_kwargs.get("token_type_ids")) is not None:
-            kwargs["token_type_ids"] = self._of_cached(types)[:, -1:].expand(-1, ids.shape[1])
-        if self.model_kwargs.get("mm_token_type_ids") is not None:  # what is generated is text
-            kwargs["mm_token_type_ids"] = torch.zeros_like(ids)
+        for name, types in self.types_of_text.items():
+            kwargs[name] = self._of_cached(types).expand(-1, ids.shape[1])
         inputs = self.target.prepare_inputs_for_generation(
             ids,
             next_sequence_length=ids.shape[1],
@@ -404,7 +441,7 @@ class SpeculativeLoop:
             mask[row, length : self.num_slots] = 0  # slots of rows that are further
         return mask
 
-    def _commit(self, groups, walks, num_places: int, states) -> None:
+    def _commit(self, groups, walks, num_places: int, states, outputs) -> None:
         """Leave the walked places in the cache, and give their states to the drafter."""
         num_pending = self.rollback.num_pending
         num_written = num_pending + num_places
@@ -420,6 +457,7 @@ class SpeculativeLoop:
                 self.lengths[row] += num_pending + walk.num_steps
                 is_text = not (self.stop.has_eos and group.is_finished[i])
                 if is_text:
+                    self.generators[row].session.observe(outputs, place, num_places - len(kept))
                     is_chain = kept == list(range(len(kept)))
                     index = slice(len(kept)) if is_chain else send(kept, states.device)
                     self.generators[row].feed(states[place, index][None])

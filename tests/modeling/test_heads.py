@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_drelay.modeling.configuration_drelay import DRelaySelectorConfig
 from hf_drelay.modeling.modeling_base import DraftBlock, Pool
-from hf_drelay.modeling.modeling_heads import HeadInputs, IndependentHead, walk_fixed_point, walk_slots
+from hf_drelay.modeling.modeling_heads import HeadInputs, IndependentHead, walk_fixed_point, walk_passes, walk_slots
 from hf_drelay.modeling.modeling_selector import DRelaySelectorModel
 
 
@@ -125,6 +125,31 @@ class TestWalks:
         assert torch.equal(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
         assert head.calls <= K
+
+    @settings(max_examples=25, deadline=None)
+    @given(seed=st.integers(0, 10_000), num_blocks=st.integers(1, 3), limit=st.integers(1, K))
+    @torch.no_grad()
+    def test_settled_slots_of_a_few_passes_are_those_of_the_walk(self, seed, num_blocks, limit):
+        head = Counting(make_selector(seed))
+        arguments = make_state(head.head, seed, num_blocks)
+        expected = walk_slots(head.head, *arguments, greedy)
+        choices, logits, num_settled = walk_passes(head, *arguments, greedy, limit)
+        assert head.calls == limit
+        for row, n in enumerate(num_settled.tolist()):
+            assert limit <= n <= K
+            assert torch.equal(choices[row, :n], expected[0][row, :n])
+            torch.testing.assert_close(logits[row, :n], expected[1][row, :n], rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("limit", range(1, K + 1))
+    def test_slots_that_have_not_settled_are_not_counted(self, limit):
+        pool = Pool.from_logits(torch.randn(1, K, V, generator=torch.Generator().manual_seed(0)), C)
+        choices, _, num_settled = walk_passes(Dominoes(), pool, pool, torch.tensor([0]), greedy, limit)
+        assert num_settled.tolist() == [limit] and choices[0, :limit].tolist() == [1] * limit
+
+    def test_independent_slots_settle_in_one_pass(self):
+        head, pool = Counting(IndependentHead()), Pool.from_logits(torch.randn(2, K, V), C)
+        choices, _, num_settled = walk_passes(head.head, pool, pool, torch.tensor([0, 0]), greedy, 1)
+        assert num_settled.tolist() == [K, K] and not choices.any()
 
     @torch.no_grad()
     def test_random_selectors_need_several_passes(self):

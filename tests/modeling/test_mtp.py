@@ -264,3 +264,90 @@ def test_assistant_drafts_what_the_host_drafts_first(toolbox, gemma, assistant, 
         outputs = gemma(prompt, output_hidden_states=True, return_shared_kv_states=True)
         drafts, _ = host.get_candidates(ids[:, :12], {}, outputs, False, 0)
     assert record.rounds[0].draft_ids == drafts[0, 12:].tolist()
+
+
+class TestAssistantInOurOwnLoop:
+    """The target's caches that it reads are cut to what was verified, for every row."""
+
+    OPTIONS = {
+        "chain": {},
+        "loop": {"loop_gate": ALWAYS},
+        "tree": {"tree_budget": 5},
+        "loop+tree": {"loop_gate": ALWAYS, "tree_budget": 5},
+    }
+
+    @pytest.fixture
+    def drafter(self, gemma, assistant):
+        return DRelayModel.from_target(gemma, assistant=assistant, block_size=3)
+
+    @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+    def test_batch_is_that_of_plain_sampling(self, toolbox, gemma, drafter, options):
+        ids = torch.cat([torch.zeros(1, 5, dtype=torch.long), toolbox.prompt(6)], dim=1)
+        ids = torch.cat([ids, toolbox.prompt(11, seed=1)])
+        kwargs = {"do_sample": True, "attention_mask": (ids != 0).long(), "max_new_tokens": 24, "top_k": 0}
+        torch.manual_seed(1)
+        expected = gemma.generate(ids, **kwargs)
+        torch.manual_seed(1)
+        view = drafter.with_options(proposal="coupled", **options)
+        assert torch.equal(gemma.generate(ids, assistant_model=view, **kwargs), expected)
+        assert view.statistics.num_rounds > 4
+
+    @pytest.mark.parametrize("num_rejected", [0, 1, 2])
+    def test_it_reads_what_a_forward_over_the_verified_text_returns(
+        self, toolbox, gemma, drafter, monkeypatch, num_rejected
+    ):
+        prompt = toolbox.prompt(11)
+        expected = toolbox.greedy(gemma, prompt, max_new_tokens=30)
+        text = expected[0].tolist()
+        follow(drafter, text, spoiled=())
+        right = type(drafter.drafter).first_state
+        seen = []
+
+        def first_state(session, token, input_ids):
+            seen.append((input_ids[0].tolist(), session.shared, session.num_verified))
+            return right(drafter.drafter, session, token, input_ids)
+
+        drafter.drafter.first_state = first_state
+        if num_rejected:  # the same number of drafts is wrong in every round
+            pool = drafter.drafter.pool
+
+            def spoiled(states, session, slot):
+                found = pool(states, session, slot)
+                if slot >= 3 - num_rejected:
+                    found.ids[0, 0] = found.ids[0, 0].roll(1)
+                return found
+
+            drafter.drafter.pool = spoiled
+        assert torch.equal(toolbox.greedy(gemma, prompt, drafter.with_options(), max_new_tokens=30), expected)
+        assert len(seen) > 4
+        for ids, shared, num_verified in seen:
+            with torch.no_grad():
+                whole = gemma(torch.tensor([ids[:-1]]), return_shared_kv_states=True).shared_kv_states
+            assert num_verified == len(ids) - 1
+            for kind, pair in shared.items():
+                for own, other in zip(pair, whole[kind], strict=True):
+                    size = min(own.shape[2], other.shape[2])  # a window keeps the end of the text only
+                    assert size >= min(num_verified, 7)
+                    torch.testing.assert_close(own[:, :, -size:], other[:, :, -size:], rtol=1e-4, atol=1e-4)
+
+    def test_second_turn_with_the_returned_cache_equals_a_fresh_run(self, toolbox, gemma, drafter):
+        prompt = toolbox.prompt(9)
+        first = toolbox.greedy(gemma, prompt, max_new_tokens=13)
+        whole = torch.cat([first, toolbox.prompt(4, seed=8)], dim=1)
+        expected = toolbox.greedy(gemma, whole, max_new_tokens=20)
+        turn = toolbox.greedy(gemma, prompt, drafter, max_new_tokens=13, return_dict_in_generate=True)
+        kwargs = {toolbox.cache_keyword(): turn.past_key_values, "max_new_tokens": 20}
+        assert torch.equal(toolbox.greedy(gemma, whole, drafter, **kwargs), expected)
+
+    def test_host_serves_it_too(self, toolbox, gemma, drafter):
+        prompt = toolbox.prompt(11)
+        expected = toolbox.greedy(gemma, prompt, max_new_tokens=30)
+        view = drafter.with_options(decoding_loop="host")
+        assert torch.equal(toolbox.greedy(gemma, prompt, view, max_new_tokens=30), expected)
+        assert view.statistics.num_rounds > 0
+
+    def test_static_cache_is_refused(self, toolbox, gemma, drafter):
+        if toolbox.version < (5, 24):
+            pytest.skip("refused for every drafter")
+        with pytest.raises(ValueError, match="`cache_implementation` makes layers of type 'Static"):
+            toolbox.greedy(gemma, toolbox.prompt(5), drafter, max_new_tokens=4, cache_implementation="static")

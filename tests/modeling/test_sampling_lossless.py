@@ -24,6 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hf_drelay.modeling import candidate_generator, modeling_drelay, verification
 from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.modeling.modeling_heads import Pool
@@ -292,6 +293,41 @@ class TestOwnLoop:
         expected = draw(target, None, 3, 60)
         for options in ({}, {"loop_gate": ALWAYS}, {"tree_budget": 6}, {"loop_gate": "auto"}):
             assert draw(target, drafter.with_options(proposal="coupled", **options), 3, 60) == expected
+
+
+class TestWithoutLooks:
+    """On a device that must not be waited for, tokens are chosen ahead and walks end before they have settled."""
+
+    @pytest.fixture(autouse=True)
+    def queued(self, monkeypatch):
+        for module in (modeling_drelay, candidate_generator, verification):
+            monkeypatch.setattr(module, "look_is_free", lambda device: False)
+        monkeypatch.setattr(modeling_drelay, "_MAX_PASSES", 1)  # a draft ends behind its first repair
+
+    @pytest.mark.parametrize("options", [{}, {"loop_gate": ALWAYS}], ids=["one_stage", "loop"])
+    def test_text_follows_the_law(self, target, poor_drafter, options):
+        view = poor_drafter.with_options(proposal="sample", **options)
+        texts = draw(target, view, 1, 1200)
+        assert p_value(target, texts) > PLAUSIBLE
+        assert len(set(view.statistics.num_drafted)) > 1, "no draft was cut"
+
+    def test_text_follows_the_law_with_processors(self, target, drafter):
+        kwargs = {"temperature": 0.8, "top_k": 4, "repetition_penalty": 1.3}
+        stock = [RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)]
+        texts = draw(target, drafter.with_options(proposal="sample"), 60, 14, **kwargs)
+        assert p_value(target, texts, stock) > PLAUSIBLE
+
+    def test_walk_that_ends_at_its_first_repair_fails(self, target, poor_drafter, monkeypatch):
+        # Right is to end behind it: this variant looks at the token that it drops.
+        right = modeling_drelay.walk_passes
+
+        def walk(*arguments):
+            choices, logits, _ = right(*arguments)
+            return choices, logits, (choices == 0).long().cumprod(dim=1).sum(dim=1)
+
+        monkeypatch.setattr(modeling_drelay, "walk_passes", walk)
+        texts = draw(target, poor_drafter.with_options(proposal="sample"), 1, 1500)
+        assert p_value(target, texts) < IMPOSSIBLE
 
 
 class TestBiasedVariantsFail:
