@@ -56,6 +56,8 @@ ABLATION: dict[str, tuple[dict, dict]] = {
     "joint, soft targets": ({}, {"base_loss": "kl"}),
     "joint, soft targets of the head": ({}, {"head_kl_share": 0.5}),
     "joint, D-PACE": ({}, {"slot_weight": "dpace"}),
+    "joint, convolutions": ({"conv_kernel_size": 2}, {}),
+    "joint, convolutions, D-PACE": ({"conv_kernel_size": 2}, {"slot_weight": "dpace"}),
     "joint, loop-aware": ({}, LOOP_RUN),
 }
 # Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone, that of the shipped selector.
