@@ -15,10 +15,12 @@ saves the trained drafter for `hf-drelay benchmark`.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,7 +29,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 from hf_drelay import DRelayModel
-from hf_drelay.evaluation.records import environment, write_json
+from hf_drelay.evaluation.records import command_line, environment, weights_sha256, write_json
 from hf_drelay.evaluation.replay import ReplayedResponse, replay_response, replay_responses, tapped_states
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
@@ -63,7 +65,7 @@ ABLATION: dict[str, tuple[dict, dict]] = {
 # Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone, that of the shipped selector.
 COMPARISON: dict[str, tuple[dict, dict]] = {
     "relay": ({"head": "relay"}, {}),
-    "DFlash": ({"head": "independent"}, {}),
+    "DFlash": ({"head": "independent"}, {"head_learning_rate": None}),
     "DFlash 2": ({"head": "bilinear", "head_rank": 190, "conv_kernel_size": 2}, {"slot_weight": "dpace"}),
     "Domino": ({"head": "recurrent", "head_rank": 267, "gru_hidden_dim": 384}, {"base_anchor_end": 1.0}),
     "DSpark": (
@@ -118,14 +120,16 @@ LOOP_AWARE = {f"{name}, loop-aware": (fields, run | LOOP_RUN) for name, (fields,
 STUDIES = {"ablation": ABLATION, "comparison": COMPARISON | LOOP_AWARE, "recipe": RECIPE}
 
 
+def clock() -> tuple[str, Callable[[], float]]:
+    """
+    Name and seconds of the clock of an arm. On a CPU it is processor time of the one thread, so that whatever else
+    runs on the machine takes nothing from an arm; on a GPU it is the time of day.
+    """
+    return ("time of day", time.monotonic) if torch.cuda.is_available() else ("processor time", time.process_time)
+
+
 def minutes_now() -> float:
-    """
-    The clock of an arm. On a CPU it is processor time of a thread, so that whatever else runs on the machine takes
-    nothing from an arm; elsewhere it is the time of day.
-    """
-    if torch.cuda.is_available():
-        return time.monotonic() / 60
-    return time.process_time() / torch.get_num_threads() / 60
+    return clock()[1]() / 60
 
 
 class Deadline(TrainerCallback):
@@ -244,8 +248,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of the trained backbone")
-    parser.add_argument("--head-learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, help="of a trained backbone; default: 3e-4")
+    parser.add_argument("--head-learning-rate", type=float, help="default: 1e-3")
     parser.add_argument("--feature-folder")
     parser.add_argument("--keep", type=Path, help="folder to save the trained drafter in")
     parser.add_argument("--output", type=Path)
@@ -259,6 +263,16 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--{missing[0].replace('_', '-')} is needed")
     if arguments.arm not in STUDIES[arguments.study]:
         parser.error(f"--arm {arguments.arm!r} is none of --study {arguments.study}; --list names them")
+    fixed = STUDIES[arguments.study][arguments.arm][1]
+    for name, default in (("learning_rate", 3e-4), ("head_learning_rate", 1e-3)):
+        if name not in fixed:
+            setattr(arguments, name, default if getattr(arguments, name) is None else getattr(arguments, name))
+        elif getattr(arguments, name) is not None:
+            parser.error(f"--{name.replace('_', '-')}: this arm has {fixed[name]}; leave it out")
+    if arguments.study == "recipe" and arguments.base is not None:
+        parser.error("--base: arms of this study start from nothing trained; leave it out")
+    if not torch.cuda.is_available() and torch.get_num_threads() > 1:
+        parser.error("on a CPU an arm has one thread, whose time is its clock: set OMP_NUM_THREADS=1")
     return arguments
 
 
@@ -298,6 +312,7 @@ def train_arm(arguments, fields: dict | None, run: dict) -> DRelayTrainer:
             examples, held_out = load_examples(config, tokenizer, base.config.chat_template_mode)
             drelay = build_arm(base, target, fields, arguments.seed)
         trainer = TimedTrainer(drelay, target, config, examples, held_out, minutes=arguments.minutes)
+        trainer.train_examples = examples
         trainer.compute_features()
         trainer.train()
     return trainer
@@ -310,21 +325,33 @@ def reference(study: str, arm: str) -> str:
     return next(iter(STUDIES[study]))
 
 
-def start_of(fields: dict | None) -> str:
+def start_of(fields: dict | None, run: dict) -> str:
     """What an arm starts from, in words."""
     if fields is None:
-        return "nothing"
+        return "the target's last layers" if run["start_from_target"] else "random weights"
     return "the target's last layer" if "backbone" in fields else "the shared backbone"
 
 
-def add_row(arguments, row: dict) -> None:
-    """Put `row` into the file of the study, which arms that run at the same time share."""
-    with FileLock(f"{arguments.output}.lock"):
-        record = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
+def digest(examples: list) -> str:
+    """Hash of the tokens of responses, in their order."""
+    return hashlib.sha256(json.dumps([e.input_ids.tolist() for e in examples]).encode()).hexdigest()[:16]
+
+
+def add_row(output: Path, about: dict, row: dict) -> None:
+    """
+    Put `row` into the file of the study, which arms that run at the same time share. What they are measured `about`
+    must be the same for all.
+    """
+    with FileLock(f"{output}.lock"):
+        record = json.loads(output.read_text()) if output.exists() else about | {"rows": []}
+        for name, value in about.items():
+            if record.get(name) != value:
+                raise SystemExit(
+                    f"--output {output} holds arms with another `{name}` ({record.get(name)!r} instead of {value!r}), "
+                    "so they cannot be compared; name another file."
+                )
         rows = [r for r in record["rows"] if (r["arm"], r["seed"]) != (row["arm"], row["seed"])]
-        about = {"command": f"scripts/train_arms.py --study {arguments.study}"}
-        about |= {"one stage": ONE_STAGE, "DLoop": LOOP}
-        write_json(arguments.output, about | {"rows": [*rows, row]})
+        write_json(output, about | {"rows": [*rows, row]})
 
 
 def main() -> None:
@@ -342,18 +369,30 @@ def main() -> None:
     row = {
         "arm": arguments.arm,
         "seed": arguments.seed,
-        "minutes": arguments.minutes,
+        "command": command_line(),
         "num_steps": trainer.state.global_step,
-        "start": start_of(fields),
+        "start": start_of(fields, run),
         "against": reference(arguments.study, arguments.arm),
         "trained_parameters": sum(p.numel() for p in drelay.parameters() if p.requires_grad),
         "head_parameters": sum(p.numel() for p in head.parameters()) if use_selector else 0,
         "environment": environment(),
-        "num_responses": len(trainer.held_out),
         "one stage": measure(drelay, trainer.target, responses, use_selector=use_selector, **ONE_STAGE),
         "DLoop": measure(drelay, trainer.target, responses, use_selector=use_selector, **LOOP),
     }
-    add_row(arguments, row)
+    about = {
+        "study": arguments.study,
+        "minutes": arguments.minutes,
+        "clock": clock()[0],
+        "base_weights_sha256": None if fields is None else weights_sha256(DRelayModel.from_pretrained(arguments.base)),
+        "responses_sha256": digest(trainer.train_examples),
+        "held_out_sha256": digest(trainer.held_out),
+        "num_responses": len(responses),
+        "max_response": arguments.max_response,
+        "batch_size": arguments.batch_size,
+        "one stage": ONE_STAGE,
+        "DLoop": LOOP,
+    }
+    add_row(arguments.output, about, row)
     print(
         f"{arguments.arm}, seed {arguments.seed}: τ {row['one stage']['acceptance_length']:.3f} after "
         f"{row['num_steps']} steps; with DLoop {row['DLoop']['acceptance_length']:.3f}"

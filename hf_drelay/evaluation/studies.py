@@ -38,22 +38,20 @@ def arms_table(record: dict) -> str:
 
 def arms_circumstances(record: dict) -> str:
     """What was measured, where and how, in one paragraph."""
-    row = record["rows"][0]
-    minutes = sorted({r["minutes"] for r in record["rows"]})
-    environment, dloop = row["environment"], record["DLoop"]
+    environment, dloop = record["rows"][0]["environment"], record["DLoop"]
     starts = [r["start"] for r in record["rows"]]
     usual = statistics.mode(starts)
     odd = [f"{r['arm']} starts from {r['start']}" for r in record["rows"] if r["start"] != usual]
     threads = "thread" if environment["cpu_threads"] == 1 else "threads"
     return (
-        f"Greedy replay on {row['num_responses']} responses that nothing was trained on. An arm starts from {usual} "
-        f"and trains for {_range(minutes)} minutes on {environment['cpu_threads']} {threads} of "
-        f"{environment['device']}; steps are what fits into that time. "
+        f"Greedy replay on {record['num_responses']} responses that nothing was trained on. An arm starts from "
+        f"{usual} and trains for {record['minutes']:g} minutes ({record['clock']}) on {environment['cpu_threads']} "
+        f"{threads} of {environment['device']}; steps are what fits into that time. "
         + "".join(f"{text}. " for text in sorted(set(odd)))
         + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
         f"of {dloop['num_draft_tokens']} tokens. ms are those of a round. Seeds of an arm are pooled; "
         f"an interval holds 95 % of 2 000 draws of the responses, and a difference draws the same ones for both arms. "
-        f"Command: `python {record['command']} --arm ARM`."
+        f"Command of the first: `python {record['rows'][0]['command']}`."
     )
 
 
@@ -162,6 +160,8 @@ def tau_interval(rows: list[dict], way: str) -> tuple[float, float]:
 def tau_difference(rows: list[dict], others: list[dict], way: str) -> tuple[float, float, float]:
     """τ of an arm less that of another one on the same responses, and its 95 % interval."""
     mine, theirs = _pooled(rows, way), _pooled(others, way)
+    if len(mine) != len(theirs):
+        raise ValueError(f"Arms with {len(mine)} and {len(theirs)} responses cannot be compared; measure them alike.")
 
     def difference(places: Iterable[int]) -> float:
         places = list(places)
@@ -187,10 +187,6 @@ def _against(arms: dict[str, list[dict]], arm: str) -> str:
 def _phase(rows: list[dict], phase: str) -> str:
     found = [row["one stage"]["ms_per_round"].get(phase) for row in rows]
     return "" if None in found else f"{statistics.mean(found):.1f}"
-
-
-def _range(numbers: list[float]) -> str:
-    return " to ".join(f"{number:g}" for number in dict.fromkeys((numbers[0], numbers[-1])))
 
 
 def _speeds(record: dict) -> tuple[dict[str, dict[int, float]], list[int]]:

@@ -102,9 +102,11 @@ class DRelayTrainer(Trainer):
                 f"A drafter with the backbone {model.config.backbone!r} was trained together with its target; it "
                 "cannot be trained here."
             )
-        for name in ("head_l1_share", "head_kl_share", "base_anchor_end"):
+        for name in ("head_l1_share", "head_kl_share", "base_anchor_end", "head_learning_rate"):
             if getattr(args, name) and (model.selector is None or not args.train_selector):
-                raise ValueError(f"`{name}` {getattr(args, name)} needs a head that is trained; set it to 0.")
+                raise ValueError(
+                    f"`{name}` {getattr(args, name)} needs a head that is trained, and here is none; leave it out."
+                )
         target.requires_grad_(False).eval()
         self.target = target
         self.adapter = model.adapter(target)
@@ -182,10 +184,10 @@ class DRelayTrainer(Trainer):
     def create_optimizer(self, *args, **kwargs):
         """As in transformers; the head's parameters get groups of their own when they have their own learning rate."""
         optimizer = super().create_optimizer(*args, **kwargs)
-        rate, head = self.args.head_learning_rate, self.model.selector
-        if rate is None or head is None:
+        rate = self.args.head_learning_rate
+        if rate is None:
             return optimizer
-        of_head = {id(parameter) for parameter in head.parameters()}
+        of_head = {id(parameter) for parameter in self.model.selector.parameters()}
         for group in list(optimizer.param_groups):
             own = [parameter for parameter in group["params"] if id(parameter) in of_head]
             group["params"] = [parameter for parameter in group["params"] if id(parameter) not in of_head]

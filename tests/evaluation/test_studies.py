@@ -2,6 +2,8 @@
 
 import xml.etree.ElementTree as ET
 
+import pytest
+
 from hf_drelay.evaluation import studies
 
 
@@ -17,13 +19,16 @@ def row(arm, seed, tau, start="the shared backbone", **fields):
             "ms_per_round": {"draft": 4.0, "select": 1.5},
         }
 
-    base = {"arm": arm, "seed": seed, "minutes": 5.0, "num_steps": 100 + seed, "start": start}
-    base |= {"against": "better", "head_parameters": 2_000_000, "num_responses": 7, "environment": ENVIRONMENT}
+    base = {"arm": arm, "seed": seed, "command": f"scripts/train_arms.py --arm {arm}", "num_steps": 100 + seed}
+    base |= {"start": start}
+    base |= {"against": "better", "head_parameters": 2_000_000, "environment": ENVIRONMENT}
     return base | {"one stage": way(tau), "DLoop": way(tau + 0.5)} | fields
 
 
 ARMS = {
-    "command": "scripts/train_arms.py --study comparison",
+    "num_responses": 7,
+    "minutes": 5.0,
+    "clock": "processor time",
     "DLoop": {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3},
     "rows": [
         row("worse", 0, 2.0),
@@ -52,13 +57,15 @@ def test_interval_holds_the_mean_and_shrinks_with_the_spread():
     assert studies.tau_interval(narrow, "one stage") == (2.0, 2.0)
     difference, low, high = studies.tau_difference(wide, narrow, "one stage")
     assert difference == 0.0 and -1.0 < low < 0.0 < high < 1.0
+    with pytest.raises(ValueError, match="20 and 1 responses"):
+        studies.tau_difference(wide, rows([4, 2]), "one stage")
 
 
 def test_circumstances_tell_what_starts_elsewhere():
     text = studies.arms_circumstances(ARMS)
-    assert "7 responses" in text and "5 minutes on 1 thread of a CPU" in text
+    assert "7 responses" in text and "5 minutes (processor time) on 1 thread of a CPU" in text
     assert "EAGLE-3 starts from the target's last layer." in text
-    assert "`python scripts/train_arms.py --study comparison --arm ARM`" in text
+    assert "`python scripts/train_arms.py --arm worse`" in text
 
 
 def speed(kind, size, name, rate, **more):

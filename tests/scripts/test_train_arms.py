@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,25 +31,28 @@ def test_arms_add_rows_and_replace_their_own(recipe, target_folder, responses_fi
     base = train(DRelayTrainingConfig(**recipe | {"max_steps": 1}))
     output = tmp_path / "rows.json"
 
-    def call(arm, study="ablation", *more):
+    def call(arm, study="ablation", *more, output=output):
         run = subprocess.run(
             [sys.executable, SCRIPT, "--study", study, "--arm", arm, "--base", base, "--target", target_folder]
             + ["--responses", responses_file, "--held-out", tmp_path / "held_out.jsonl", "--minutes", "0.0001"]
             + ["--output", output, *more],
             capture_output=True,
             text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         assert run.returncode == 0, run.stderr[-2000:]
 
     (tmp_path / "held_out.jsonl").write_text("".join(responses_file.read_text().splitlines(keepends=True)[:3]))
     for arm in ("pair path alone", "joint, loop-aware", "joint, backbone alone", "pair path alone"):
         call(arm)
-    call("EAGLE-3", "comparison", "--keep", tmp_path / "kept")
-    rows = json.loads(output.read_text())["rows"]
+    call("EAGLE-3", "comparison", "--keep", tmp_path / "kept", output=tmp_path / "comparison.json")
+    record = json.loads(output.read_text())
+    assert record["num_responses"] == 3 and record["clock"] == "processor time"
+    rows = record["rows"] + json.loads((tmp_path / "comparison.json").read_text())["rows"]
     assert [row["arm"] for row in rows] == ["joint, loop-aware", "joint, backbone alone", "pair path alone", "EAGLE-3"]
     assert DRelayModel.from_pretrained(tmp_path / "kept").config.backbone == "eagle3"
     for row in rows:
-        assert row["num_responses"] == 3 and row["num_steps"] >= 1
+        assert row["num_steps"] >= 1
         for way in ("one stage", "DLoop"):
             tokens, rounds = map(sum, zip(*row[way]["responses"], strict=True))
             assert len(row[way]["responses"]) == 3 and tokens / rounds == row[way]["acceptance_length"]
@@ -77,14 +81,30 @@ def test_schedule_follows_the_clock(arms, recipe, monkeypatch):
     """Half of the minutes later the learning rate has fallen by half and the curriculum is in its middle."""
     trainer = object.__new__(arms.TimedTrainer)
     trainer.minutes, trainer.started = 2.0, 100.0
-    for now, progress in ((100.0, 0.0), (160.0, 0.5), (400.0, 1 - 1e-6)):
-        monkeypatch.setattr(arms.time, "monotonic", lambda now=now: now)
-        assert trainer.progress == progress
+    for now, progress in ((100.0, 0.0), (101.0, 0.5), (400.0, 1 - 1e-6)):
+        monkeypatch.setattr(arms, "minutes_now", lambda now=now: now)
+        assert trainer.progress == progress and trainer.is_over == (now >= 102.0)
     trainer.args = DRelayTrainingConfig(**recipe | {"warmup_steps": 1})
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    monkeypatch.setattr(arms.time, "monotonic", lambda: 160.0)
+    monkeypatch.setattr(arms, "minutes_now", lambda: 101.0)
     trainer.create_scheduler(0, optimizer)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("has_gpu", "minutes"), [(False, 2.0), (True, 3.0)])
+def test_clock_is_that_of_the_processor_on_a_cpu(arms, monkeypatch, has_gpu, minutes):
+    monkeypatch.setattr(arms.torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(arms.time, "process_time", lambda: 120.0)
+    monkeypatch.setattr(arms.time, "monotonic", lambda: 180.0)
+    assert arms.minutes_now() == minutes
+
+
+def test_rows_of_other_circumstances_are_refused(arms, tmp_path):
+    output = tmp_path / "rows.json"
+    arms.add_row(output, {"minutes": 5.0}, {"arm": "a", "seed": 0})
+    with pytest.raises(SystemExit, match=r"another `minutes` \(5.0 instead of 4.0\)"):
+        arms.add_row(output, {"minutes": 4.0}, {"arm": "b", "seed": 0})
+    assert [row["arm"] for row in json.loads(output.read_text())["rows"]] == ["a"]
 
 
 def test_arms_of_the_recipe_differ_from_the_first_in_what_they_are_named_after(arms, tmp_path):
