@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from hf_drelay import DRelayModel, load_demo_target
 from hf_drelay.evaluation.divergence import first_divergence
-from hf_drelay.evaluation.records import command_line, environment, write_json
+from hf_drelay.evaluation.records import command_line, describe_drafter, environment, write_json
 from hf_drelay.modeling.configuration_drelay import DECODING_LOOPS
 from hf_drelay.targets import describe_demo_target, resolve_drafter
 from hf_drelay.training.data import encode_prompt
@@ -57,11 +57,16 @@ def main() -> None:
         "command": command_line(),
         "environment": environment(),
         "target": describe_demo_target(target),
+        "drafter": describe_drafter(drelay),
+        "num_prompts": arguments.num_prompts,
         "max_new_tokens": arguments.max_new_tokens,
         "prompts": [],
     }
     if arguments.output.exists():
-        record["prompts"] = json.loads(arguments.output.read_text())["prompts"]
+        earlier = json.loads(arguments.output.read_text())
+        record["prompts"] = earlier["prompts"]
+        if earlier.get("drafter") != record["drafter"]:
+            raise SystemExit(f"{arguments.output} was made with another drafter; give another name.")
         if record["prompts"] and set(record["prompts"][0]["ways"]) != set(views):
             raise SystemExit(f"{arguments.output} was made with another `--decoding-loop`; give another name.")
     prompts = interleaved_prompts(arguments.prompts, arguments.num_prompts)
