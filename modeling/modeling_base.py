@@ -99,13 +99,14 @@ class DRelayPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
+        if isinstance(module, FactorTable):
+            init.normal_(module.weight, std=1.0)
+            return
         super()._init_weights(module)
         if isinstance(module, ZeroLinear):
             init.zeros_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, FactorTable):
-            init.normal_(module.weight, std=1.0)
         # Parameters that belong to no standard layer are initialised by the module that owns them.
         elif hasattr(module, "init_own_parameters"):
             module.init_own_parameters(self.config.initializer_range)
