@@ -37,7 +37,7 @@ class TestGrid:
     def test_best_point_is_written_and_nothing_else_changes(self, invented_rows, tmp_path):
         rows = invented_rows(["gsm8k"], gates=(None, -0.5))
         for row in rows:
-            row["walltimes_s"] = [0.1 if row["loop_gate"] == -0.5 else 10.0]
+            row["tokens_per_s"] = 100.0 if row["loop_gate"] == -0.5 else 1.0
         assert best_point(rows)["loop_gate"] == -0.5
         before = {"block_size": 8, "loop_gate": None, "max_stages": 2, "num_draft_tokens": 4, "hidden_size": 32}
         (tmp_path / "config.json").write_text(json.dumps(before))
