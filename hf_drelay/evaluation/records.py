@@ -145,11 +145,33 @@ def replace_rows(path: str | Path, rows: Iterable[dict]) -> None:
     replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
-def command_line() -> str:
-    """How this script was called; of files that lie elsewhere it tells the name alone."""
+def command_line(program: str | None = None) -> str:
+    """
+    How this script, or the command `program`, was called; of files that lie elsewhere it tells the name alone.
+    """
     script, *arguments = sys.argv
-    script = f"{Path(script).parent.name}/{Path(script).name}"
-    return shlex.join([script, *(Path(a).name if Path(a).is_absolute() else a for a in arguments)])
+    program = program or f"{Path(script).parent.name}/{Path(script).name}"
+    return shlex.join([program, *map(_argument_without_folder, arguments)])
+
+
+def _argument_without_folder(argument: str) -> str:
+    flag, separator, value = argument.partition("=")
+    if flag.startswith("-") and separator:
+        return flag + separator + without_folders(value)
+    return without_folders(argument)
+
+
+def without_folders(value):
+    """
+    A record as it may be published: absolute paths in it, which tell of someone's machine, are cut to their last part.
+    """
+    if isinstance(value, dict):
+        return {without_folders(name): without_folders(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    if isinstance(value, str) and Path(value).is_absolute():
+        return Path(value).name
+    return value
 
 
 def write_json(path: str | Path, record: dict) -> None:

@@ -15,6 +15,8 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData
 from huggingface_hub import eval_result_entries_to_yaml as entries_to_yaml
 
+from hf_drelay.evaluation.records import without_folders
+
 from .results import measurements, read_records, results_section
 
 
@@ -235,7 +237,7 @@ def _recipe_rows(folder: Path) -> list[tuple[str, str]]:
     if not path.is_file():
         return []
     log = json.loads(path.read_text(encoding="utf-8"))
-    rows = {**log.get("recipe", {}), **log.get("target", {})}
+    rows = without_folders({**log.get("recipe", {}), **log.get("target", {})})
     return [(f"`{name}`", _shown(value)) for name, value in rows.items()]
 
 

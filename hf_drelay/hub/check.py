@@ -20,6 +20,7 @@ _DYNAMIC = {"__import__", "eval", "exec"}  # could import anything, unseen
 _SCANNER = re.compile(r"^\s*from\s+\.(\S+)\s+import|^\s*import\s+\.(\S+)", re.MULTILINE)
 _ALLOWED_SUFFIXES = {".py", ".json", ".jsonl", ".safetensors", ".md", ".yaml", ".jinja", ".txt"}
 _ALLOWED_NAMES = {"LICENSE", ".gitattributes"}
+_TOKEN = re.compile(r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{20,}")  # a secret of the Hub
 _PROMPTS = [[3, 7, 5, 9], [2, 4, 6, 8, 4, 6], [1, 5, 5, 3, 2, 7, 9]]
 _TIE = 1e-4  # a gap of the target's two best logits below this is rounding
 
@@ -94,7 +95,8 @@ def check_files(repository: str | Path) -> None:
     Look at every file of a repository without running any.
 
     Raises:
-        ValueError: For a file that may not be published, or code that imports more than torch and transformers.
+        ValueError: For a file that may not be published or holds a token of the Hub, or code that imports more than
+            torch and transformers.
     """
     repository = Path(repository)
     for path in sorted(path for path in repository.rglob("*") if path.is_file()):
@@ -102,6 +104,11 @@ def check_files(repository: str | Path) -> None:
         if path.suffix not in _ALLOWED_SUFFIXES and path.name not in _ALLOWED_NAMES:
             raise ValueError(
                 f"{name} must not be published: weights are safetensors only, and other files text. Remove it."
+            )
+        if path.suffix != ".safetensors" and _TOKEN.search(path.read_text(encoding="utf-8", errors="replace")):
+            raise ValueError(
+                f"{name} holds what looks like a token of the Hub (`hf_...`). Remove it from the checkpoint folder, "
+                "and revoke it at https://huggingface.co/settings/tokens if others have seen it."
             )
         if path.suffix == ".py":
             siblings = {other.stem for other in path.parent.glob("*.py")}

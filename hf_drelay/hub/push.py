@@ -10,8 +10,11 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+import yaml
 from huggingface_hub import CommitInfo
 from transformers.utils.hub import convert_file_size_to_int
+
+from hf_drelay.evaluation.records import without_folders
 
 from .card import check_card, eval_result_files, read_card_file, render_card, result_files
 from .check import check_files, check_loads_and_is_lossless
@@ -136,7 +139,7 @@ def build_repository(
     recipes = [path.name for path in folder.glob("*.yaml") if path.name != "card.yaml"]
     for name in (*EXTRA_FILES, *recipes):
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, output / name)
+            _copy_without_folders(folder / name, output / name)
     _write_results(folder, output)
     card = render_card(folder, repo_id, tags=[tags] if isinstance(tags, str) else tags or ())
     check_card(card)
@@ -316,6 +319,22 @@ def _write_weights(folder: Path, output: Path, max_shard_bytes: int) -> None:
 
     state = {name: tensor for path in weights for name, tensor in load_file(path).items()}
     save_torch_state_dict(state, output, max_shard_size=max_shard_bytes)
+
+
+def _copy_without_folders(path: Path, copy: Path) -> None:
+    """Copy a file; in records (JSON, YAML) absolute paths are cut, and without any the file stays as it is."""
+    read = {".json": json.loads, ".yaml": yaml.safe_load}.get(path.suffix)
+    try:
+        record = None if read is None else read(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is no valid {path.suffix[1:].upper()}: {error}. Mend or remove it.") from error
+    public = without_folders(record)
+    if public == record:
+        shutil.copyfile(path, copy)
+    elif path.suffix == ".json":
+        copy.write_text(json.dumps(public, indent=1) + "\n", encoding="utf-8")
+    else:
+        copy.write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _write_results(folder: Path, output: Path) -> None:

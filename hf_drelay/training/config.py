@@ -128,6 +128,7 @@ class DRelayTrainingConfig(TrainingArguments):
     def __post_init__(self):
         if self.metric_for_best_model is None:  # there is no evaluation loss
             self.metric_for_best_model = "eval_acceptance_length"
+        self._refuse_to_publish()
         super().__post_init__()
         if self.train_selector and self.repair_weight <= 0:
             raise ValueError(
@@ -183,6 +184,17 @@ class DRelayTrainingConfig(TrainingArguments):
         # The trainer's batches carry lengths and keys that no forward signature names.
         self.remove_unused_columns = False
         self.objective()
+
+    def _refuse_to_publish(self) -> None:
+        """The trainer would upload checkpoints without a card and unchecked, and a token would get into the recipe."""
+        for f in fields(self):
+            if (f.name == "push_to_hub" or f.name.startswith("hub_")) and getattr(self, f.name) != f.default:
+                value = "set" if f.name == "hub_token" else repr(getattr(self, f.name))
+                raise ValueError(
+                    f"`{f.name}` is {value}, but a training run publishes nothing; leave it out. Afterwards publish "
+                    "the drafter with `hf-drelay push FOLDER OWNER/NAME` or `DRelayModel.push_to_hub`, which write a "
+                    "card and check it."
+                )
 
     def objective(self) -> ObjectiveConfig:
         """Weights of the loss, at the start of the run."""

@@ -163,9 +163,13 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 def recipe(config: DRelayTrainingConfig) -> dict:
-    """What a configuration sets: the arguments that differ from their defaults, but for the folder."""
+    """
+    What a configuration sets: the arguments that differ from their defaults, but for the folder. A resumed run is
+    compared with it, so paths are whole; they are cut when the drafter is published.
+    """
     defaults = DRelayTrainingConfig(output_dir=config.output_dir, use_cpu=config.use_cpu)
-    names = [f.name for f in fields(DRelayTrainingConfig) if f.init and f.name not in ("output_dir", "logging_dir")]
+    unsaid = ("output_dir", "logging_dir", "hub_token")  # the token is a secret, wherever it was set
+    names = [f.name for f in fields(DRelayTrainingConfig) if f.init and f.name not in unsaid]
     values = {name: getattr(config, name) for name in names if getattr(config, name) != getattr(defaults, name)}
     return json.loads(json.dumps(values, default=str))
 

@@ -221,6 +221,28 @@ def test_file_of_another_kind_is_found(repository, name):
         check_files(repository)
 
 
+@pytest.mark.parametrize("name", ["recipe.yaml", "training_log.json", "README.md"])
+def test_token_of_the_hub_is_found(repository, name):
+    (repository / name).write_text("hub_token: hf_" + "aB3" * 11)
+    with pytest.raises(ValueError, match=f"{name} holds what looks like a token"):
+        check_files(repository)
+
+
+def test_paths_of_this_machine_are_not_published(checkpoint, tmp_path):
+    recipe = {"responses": ["/home/me/answers/*.jsonl"], "drafter": "/home/me/first", "max_steps": 3}
+    log = json.dumps({"recipe": recipe, "target": {"name": "/home/me/target"}})
+    (checkpoint / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (checkpoint / "training_log.json").write_text(log)
+    repository = build_repository(checkpoint, tmp_path / "repository", "owner/tiny")
+    public = {"responses": ["*.jsonl"], "drafter": "first", "max_steps": 3}
+    assert yaml.safe_load((repository / "recipe.yaml").read_text()) == public
+    assert json.loads((repository / "training_log.json").read_text())["recipe"] == public
+    assert "| `drafter` | first |" in (repository / "README.md").read_text()
+    for path in repository.rglob("*"):
+        assert not path.is_file() or b"/home/me" not in path.read_bytes(), path
+    assert (checkpoint / "training_log.json").read_text() == log, "the run goes on with its own paths"
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -19,6 +19,7 @@ from hf_drelay.training.check import check_run
 from hf_drelay.training.config import DRelayTrainingConfig, read_yaml
 from hf_drelay.training.plan import plan_run
 from hf_drelay.training.run import build_trainer, load_examples, train
+from hf_drelay.training.run import recipe as run_recipe
 
 
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -61,6 +62,21 @@ class TestTrain:
         assert last["step"] == 6 and last["eval_acceptance_length"] >= 1.0
         again = DRelayTrainingConfig(output_dir=recipe["output_dir"], **read_yaml(folder / "recipe.yaml"))
         assert again.drafter_config == recipe["drafter_config"]
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"push_to_hub": True}, {"hub_token": "hf_secret"}, {"hub_model_id": "me/x"}, {"hub_strategy": "end"}],
+    )
+    def test_training_does_not_publish(self, tmp_path, options):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"`{name}` is .*publishes nothing.*`hf-drelay push") as caught:
+            DRelayTrainingConfig(output_dir=str(tmp_path), **options)
+        assert "hf_secret" not in str(caught.value)
+
+    def test_token_is_never_in_the_recipe(self, tmp_path):
+        config = DRelayTrainingConfig(output_dir=str(tmp_path), seed=7)
+        config.hub_token = "hf_secret"
+        assert run_recipe(config) == {"seed": 7}
 
     def test_shortlist_holds_the_end_token(self, recipe):
         trainer, _ = build_trainer(DRelayTrainingConfig(**recipe))
