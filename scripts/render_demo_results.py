@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from hf_drelay.evaluation import studies
-from hf_drelay.hub.card import read_card_file, render_card, result_files
-from hf_drelay.hub.results import read_records, results_section
+from hf_drelay.hub.card import folder_records, render_card
+from hf_drelay.hub.results import results_section
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +37,7 @@ def rendered_pages() -> dict[Path, str]:
     """Every page with measured numbers, as it should be."""
     page = ROOT / "README.md"
     readme = page.read_text(encoding="utf-8")
-    sections = {"results": results_section(read_records(result_files(FOLDER, read_card_file(FOLDER))))}
+    sections = {"results": results_section(folder_records(FOLDER))}
     sections |= {name: study_section(name) for name in measured_studies()}
     for name, text in sections.items():
         markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)

@@ -109,7 +109,14 @@ def result_files(folder: Path, words: dict) -> list[Path]:
     return paths
 
 
-def render_card(folder: str | Path, repo_id: str | None = None, tags: Sequence[str] = ()) -> str:
+def folder_records(folder: str | Path) -> dict[str, list]:
+    """What the card of a checkpoint folder shows of its results: those of the drafter in the folder."""
+    return read_records(result_files(Path(folder), read_card_file(Path(folder))), folder)
+
+
+def render_card(
+    folder: str | Path, repo_id: str | None = None, tags: Sequence[str] = (), records: dict | None = None
+) -> str:
     """
     The card of a checkpoint folder, front matter included.
 
@@ -118,13 +125,14 @@ def render_card(folder: str | Path, repo_id: str | None = None, tags: Sequence[s
             `training_log.json`.
         repo_id (`str`, *optional*): Where it will be published; the folder's name by default.
         tags (`Sequence[str]`): Further tags of the front matter.
+        records (`dict`, *optional*): What [`folder_records`] found, if it is known already.
     """
     folder = Path(folder)
     repo_id = repo_id or folder.resolve().name
     words = read_card_file(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     words["title"] = words["title"] or f"DRelay drafter for {config['target_name_or_path'].rpartition('/')[2]}"
-    records = read_records(result_files(folder, words))
+    records = folder_records(folder) if records is None else records
     template = files("hf_drelay.hub.templates").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
     content = (
         _environment()
@@ -170,18 +178,19 @@ def card_data(words: dict, config: dict, records: dict, repo_id: str, tags: Sequ
     )
 
 
-def eval_result_files(folder: str | Path) -> dict[str, str]:
+def eval_result_files(folder: str | Path, records: dict | None = None) -> dict[str, str]:
     """
     Contents of `.eval_results/`: one YAML file for each data set of the results, by file name. The task ids are our
-    own, `speedup_...`, which no leaderboard of these data sets ranks.
+    own, `speedup_...`, which no leaderboard of these data sets ranks. `records` as in [`render_card`].
     """
     words = read_card_file(Path(folder))
     found: dict[str, list[EvalResultEntry]] = {}
-    for entry in measurements(read_records(result_files(Path(folder), words)), words["result_datasets"]):
+    records = folder_records(folder) if records is None else records
+    for entry in measurements(records, words["result_datasets"]):
         found.setdefault(entry["prompts"], []).append(
             EvalResultEntry(
                 dataset_id=entry["dataset"],
-                task_id=f"speedup_{entry['way'].replace(' + ', '_').replace(' ', '_').lower()}",
+                task_id=entry["task_id"],
                 value=round(entry["speedup"], 4),
                 notes=entry["notes"],
             )

@@ -16,7 +16,7 @@ from transformers.utils.hub import convert_file_size_to_int
 
 from hf_drelay.evaluation.records import without_folders
 
-from .card import check_card, eval_result_files, read_card_file, render_card, result_files
+from .card import check_card, eval_result_files, folder_records, read_card_file, render_card, result_files
 from .check import check_files, check_loads_and_is_lossless
 from .checkpoint import EXTRA_FILES, write_checkpoint
 
@@ -140,8 +140,9 @@ def build_repository(
     for name in (*EXTRA_FILES, *recipes):
         if (folder / name).is_file():
             _copy_without_folders(folder / name, output / name)
-    _write_results(folder, output)
-    card = render_card(folder, repo_id, tags=[tags] if isinstance(tags, str) else tags or ())
+    records = folder_records(folder)
+    _write_results(folder, output, records)
+    card = render_card(folder, repo_id, tags=[tags] if isinstance(tags, str) else tags or (), records=records)
     check_card(card)
     (output / "README.md").write_text(card, encoding="utf-8")
     check_files(output)
@@ -337,12 +338,12 @@ def _copy_without_folders(path: Path, copy: Path) -> None:
         copy.write_text(yaml.safe_dump(public, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
-def _write_results(folder: Path, output: Path) -> None:
+def _write_results(folder: Path, output: Path, records: dict) -> None:
     """Measured files beside the card that shows them, and the Hub's structured entries made from them."""
     for path in result_files(folder, read_card_file(folder)):
         (output / "results").mkdir(exist_ok=True)
         shutil.copyfile(path, output / "results" / path.name)
-    for name, text in eval_result_files(folder).items():
+    for name, text in eval_result_files(folder, records).items():
         (output / ".eval_results").mkdir(exist_ok=True)
         (output / ".eval_results" / name).write_text(text, encoding="utf-8")
 

@@ -3,30 +3,77 @@
 import json
 from pathlib import Path
 
+import torch
+
 from hf_drelay.evaluation.lossless import summarize_lossless
-from hf_drelay.evaluation.records import read_jsonl
+from hf_drelay.evaluation.records import read_jsonl, weights_sha256
 from hf_drelay.evaluation.summary import markdown, read_rows, summarize
 
 
-def read_records(paths) -> dict[str, list]:
+def read_records(paths, folder: str | Path | None = None) -> dict[str, list]:
     """
     Results by kind, which is told by what a file holds.
 
     Args:
         paths (`Iterable[Path]`): What `hf-drelay benchmark`, `hf-drelay check-lossless`, `scripts/benchmark_demo.py`
             and `scripts/check_lossless_demo.py` wrote.
+        folder (`str` or `Path`, *optional*): Checkpoint of the drafter: rows of other drafters are left out, by the
+            hash of the weights. The files of the two scripts have no such hash and stay as they are.
 
     Returns:
-        `{"speed": [...], "lossless": [...], "benchmark": [...]}`.
+        `{"speed": [...], "lossless": [...], "benchmark": [...]}`. Benchmark files are lists of rows; in a losslessness
+        record of the command they are in `rows`.
 
     Raises:
-        ValueError: For a file of another kind.
+        ValueError: For a file of another kind, or one that knows other drafters only.
     """
     records: dict[str, list] = {"speed": [], "lossless": [], "benchmark": []}
+    hashes: dict[str, str | None] = {}
     for path in map(Path, paths):
         kind, record = _read_record(path)
+        if folder is not None and kind == "benchmark":
+            record = _own_rows(path, record, Path(folder), hashes)
+        elif folder is not None and "rows" in record and kind == "lossless":
+            record = _lossless_record(_own_rows(path, record["rows"], Path(folder), hashes))
         records[kind].append(record)
     return records
+
+
+def _own_rows(path: Path, rows: list[dict], folder: Path, hashes: dict[str, str | None]) -> list[dict]:
+    """Rows without a drafter, and those of the drafter in `folder`; `hashes` keeps its hash in each type."""
+
+    def is_own(row: dict) -> bool:
+        if not _is_drafted(row):
+            return True
+        dtype = str(row.get("drafter_dtype"))
+        if dtype not in hashes:
+            hashes[dtype] = _checkpoint_sha256(folder, dtype)
+        return row.get("drafter_weights_sha256") is not None and row["drafter_weights_sha256"] == hashes[dtype]
+
+    own = [row for row in rows if is_own(row)]
+    drafters = {str(row.get("drafter")) for row in rows if _is_drafted(row)}
+    if drafters and all(not _is_drafted(row) for row in own):
+        names = ", ".join(sorted(drafters))
+        raise ValueError(
+            f"`results` names {path}, whose drafters ({names}) have other weights than {folder}. Measure this "
+            "drafter, or leave the file out."
+        )
+    return own
+
+
+def _is_drafted(row: dict) -> bool:
+    """Rows of losslessness have no kind; all of them are of drafters."""
+    return row.get("kind", "drafter") == "drafter"
+
+
+def _checkpoint_sha256(folder: Path, dtype: str) -> str | None:
+    """The hash that rows have, which are measured with weights in this type."""
+    from hf_drelay import DRelayModel
+
+    torch_dtype = getattr(torch, dtype, None)
+    if not isinstance(torch_dtype, torch.dtype):
+        return None
+    return weights_sha256(DRelayModel.from_pretrained(folder, dtype=torch_dtype))
 
 
 def _read_record(path: Path) -> tuple[str, dict | list]:
@@ -43,18 +90,19 @@ def _read_record(path: Path) -> tuple[str, dict | list]:
     if {"way", "task", "statistics"} <= shared:
         return "benchmark", read_rows([path])
     if {"way", "dtype", "divergence"} <= shared:
-        return "lossless", {"summary": _lossless_counts(rows)}
+        return "lossless", _lossless_record(rows)
     raise ValueError(
         f"`results` names {path}, which is no result of `hf-drelay benchmark` or `check-lossless`; measure again."
     )
 
 
-def _lossless_counts(rows: list[dict]) -> dict[str, dict[str, int]]:
+def _lossless_record(rows: list[dict]) -> dict:
     counts = ("num_prompts", "num_tokens", "num_different", "num_unexplained")
-    return {
+    summary = {
         f"{record['way']}, {record['dtype']}": {name: record[name] for name in counts}
         for record in summarize_lossless(rows)
     }
+    return {"summary": summary, "rows": rows}
 
 
 def results_section(records: dict[str, list[dict]]) -> str:
@@ -133,9 +181,27 @@ def measurements(records: dict[str, list[dict]], datasets: dict[str, str]) -> li
             not in it has no entry.
 
     Returns:
-        Dictionaries with `dataset`, `prompts`, `way`, `speedup`, `num_prompts`, `notes`.
+        Dictionaries with `dataset`, `task_id`, `prompts`, `way`, `speedup`, `num_prompts`, `notes`.
+
+    Raises:
+        ValueError: If two measurements would have the same data set and task id, so that one hides the other.
     """
-    of_rows = [
+    found = [
+        {"task_id": f"speedup_{entry['way'].replace(' + ', '_').replace(' ', '_').lower()}"} | entry
+        for entry in [*_of_rows(records, datasets), *_of_scripts(records, datasets)]
+    ]
+    names = [(entry["dataset"], entry["task_id"]) for entry in found]
+    double = next((name for name in names if names.count(name) > 1), None)
+    if double is not None:
+        raise ValueError(
+            f"`results` hold two measurements of {double[1]!r} on {double[0]!r}, which cannot be told apart. Leave "
+            "one file out of `results`, or one of its prompt files out of `result_datasets`."
+        )
+    return found
+
+
+def _of_rows(records: dict[str, list], datasets: dict[str, str]) -> list[dict]:
+    return [
         {
             "dataset": datasets[record["task"]],
             "prompts": record["task"],
@@ -149,7 +215,10 @@ def measurements(records: dict[str, list[dict]], datasets: dict[str, str]) -> li
         for record in summarize(rows)
         if record["statistics"] is not None and record["kind"] == "drafter" and record["task"] in datasets
     ]
-    return of_rows + [
+
+
+def _of_scripts(records: dict[str, list], datasets: dict[str, str]) -> list[dict]:
+    return [
         {
             "dataset": datasets[kind],
             "prompts": kind,

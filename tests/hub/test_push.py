@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from hf_drelay import DRelayModel
 from hf_drelay.cli import app
+from hf_drelay.evaluation.records import describe_drafter
 from hf_drelay.hub.check import check_files, check_loads_and_is_lossless, code_problems
 from hf_drelay.hub.checkpoint import write_checkpoint
 from hf_drelay.hub.push import build_repository, check_repository, push, push_model
@@ -33,7 +34,7 @@ WORDS = {
     "training": "None.",
     "limits": "All of them.",
     "data": [{"name": "GSM8K", "id": "openai/gsm8k", "part": "none", "license": "MIT"}],
-    "results": [str(path) for path in sorted(RESULTS.glob("demo_*.json"))],
+    "results": [str(RESULTS / "demo_grid.json"), str(RESULTS / "demo_lossless_math_code.json")],
     "result_datasets": {"dev_gsm8k": "openai/gsm8k"},
 }
 
@@ -60,6 +61,32 @@ def checkpoint(tiny_folders, tmp_path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def measured(tiny_folders, tmp_path_factory) -> dict[str, list[dict]]:
+    """Rows of both commands, of the drafter and of another one with other weights."""
+    folder = tmp_path_factory.mktemp("measured")
+    other = DRelayModel.from_pretrained(tiny_folders.drafter)
+    with torch.no_grad():
+        next(other.drafter.parameters()).add_(1)
+    other.save_pretrained(folder / "other")
+    (folder / "own.jsonl").write_text('{"turns": ["abcab"]}\n')
+    flags = ["--target", tiny_folders.target, "--drafter", folder / "other", "--drafter", tiny_folders.drafter]
+    flags += ["--data-dir", folder, "--tasks", "own", "--max-new-tokens", "8", "--quiet"]
+    found = {}
+    for name in ("benchmark", "check-lossless"):
+        done = CliRunner().invoke(app, [name, *map(str, flags), "--output", str(folder / f"{name}.jsonl")])
+        assert done.exit_code == 0, done.output
+        found[name] = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    return found
+
+
+def set_results(folder: Path, rows: dict[str, list[dict]], **entries) -> None:
+    """Let the card name these rows as its results."""
+    for name, found in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    set_words(folder, results=[f"{name}.jsonl" for name in rows], **entries)
+
+
 @pytest.fixture
 def repository(checkpoint, tmp_path) -> Path:
     return build_repository(checkpoint, tmp_path / "repository", "owner/tiny")
@@ -76,7 +103,8 @@ def test_repository_is_complete(repository, checkpoint):
         "model.safetensors",
         "recipe.yaml",
         "training_log.json",
-        *(f"results/{path.name}" for path in RESULTS.glob("demo_*.json")),
+        "results/demo_grid.json",
+        "results/demo_lossless_math_code.json",
     }
     assert json.loads((repository / "config.json").read_text())["auto_map"]["AutoModel"].endswith("DRelayModel")
     assert (repository / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
@@ -418,6 +446,39 @@ def test_results_of_other_weights_are_not_published(checkpoint, tiny_folders, hu
     folder = write_checkpoint(drelay, tmp_path / "changed", words)
     assert not (folder / "training_log.json").exists() and not (folder / "recipe.yaml").exists()
     assert yaml.safe_load((folder / "card.yaml").read_text()) == words | {"results": []}
+
+
+def test_rows_of_other_drafters_are_left_out(checkpoint, measured, tmp_path):
+    set_results(checkpoint, measured, result_datasets={"own": "me/own"})
+    repository = build_repository(checkpoint, tmp_path / "repository", "owner/tiny")
+    card = (repository / "README.md").read_text()
+    assert "| plain |" in card and "| drafter |" in card and "| drafter + DLoop auto |" in card
+    assert "Losslessness, drafter, float32" in card
+    assert "| other" not in card and "Losslessness, other" not in card
+    (entries,) = (yaml.safe_load(path.read_text()) for path in (repository / ".eval_results").iterdir())
+    assert entries and not any("other" in entry["dataset"]["task_id"] for entry in entries)
+
+
+@pytest.mark.parametrize("name", ["benchmark", "check-lossless"])
+def test_results_of_other_drafters_alone_are_refused(checkpoint, measured, tmp_path, name):
+    rows = [row for row in measured[name] if row.get("drafter") != "drafter"]
+    set_results(checkpoint, {name: rows})
+    with pytest.raises(ValueError, match=rf"{name}.jsonl, whose drafters \(other\) have other weights than"):
+        build_repository(checkpoint, tmp_path / "repository")
+
+
+def test_rows_of_weights_in_another_type_are_those_of_the_drafter(checkpoint, measured, tmp_path):
+    half = describe_drafter(DRelayModel.from_pretrained(checkpoint, dtype=torch.bfloat16))
+    rows = [row | half if row["kind"] == "drafter" else row for row in measured["benchmark"]]
+    set_results(checkpoint, {"benchmark": rows})
+    assert (build_repository(checkpoint, tmp_path / "repository") / "README.md").is_file()
+
+
+def test_measurements_that_hide_each_other_are_refused(checkpoint, measured, tmp_path):
+    rows = measured["benchmark"]
+    set_results(checkpoint, {"first": rows, "second": rows}, result_datasets={"own": "me/own"})
+    with pytest.raises(ValueError, match="two measurements of 'speedup_drafter' on 'me/own'"):
+        build_repository(checkpoint, tmp_path / "repository")
 
 
 def test_nothing_is_uploaded_when_the_check_fails(checkpoint, tiny_folders, hub):
