@@ -320,7 +320,10 @@ class DRelayCandidateGenerator:
         return sum(block.numbers.log_confidence[0]) >= gate
 
     def _planned(self, block: DraftBlock) -> DraftBlock:
-        """The stage as long as the cost-aware gate wants it, if its length was not planned before."""
+        """
+        The stage as long as the cost-aware gate wants it, if its length was not planned before. The plan is that of
+        all slots: which of them are left here depends on the tokens that were drawn.
+        """
         if self.cost_model is None or self.session.plan is not None:
             return block
         self._beliefs.append([])
@@ -328,7 +331,8 @@ class DRelayCandidateGenerator:
         if self.model.config.backbone == "parallel":
             length = self._plan_length(best)
         else:  # whether a slot is worth it may depend on the tokens before it, and not on its own
-            length = next((i for i, log_prob in enumerate(best) if not self._is_worth(log_prob, len(best))), len(best))
+            num_slots = self.session.num_slots
+            length = next((i for i, own in enumerate(best) if not self._is_worth(own, num_slots)), len(best))
         if block.tree is not None:
             block.tree.candidates = [c for c in block.tree.candidates if c.depth <= length]
         return block.first(length)

@@ -153,7 +153,8 @@ class BlockNumbers:
         draft_ids, choices (`list[list[int]]`): As in the block.
         kept_ids (`list[list[int]]`): First candidate of each slot, the backbone's own draft.
         log_confidence (`list[list[float]]`): Of each slot, see `slot_log_confidence`.
-        best_log_probs (`list[list[float]]`): The drafter's log-probability of the first candidate of each slot.
+        best_log_probs (`list[list[float]]`): The drafter's log-probability of the first candidate of each scored slot,
+            also of those that are cut: where a draft is cut depends on its tokens, and a plan must not.
     """
 
     draft_ids: list[list[int]]
@@ -164,7 +165,8 @@ class BlockNumbers:
 
     def first(self, num_tokens: int) -> "BlockNumbers":
         """Those of the first `num_tokens` slots."""
-        return BlockNumbers(*([row[:num_tokens] for row in part] for part in vars(self).values()))
+        cut = {name: [row[:num_tokens] for row in part] for name, part in vars(self).items()}
+        return BlockNumbers(**cut | {"best_log_probs": self.best_log_probs})
 
     def row(self, row: int) -> "BlockNumbers":
         """Those of one row."""

@@ -14,6 +14,7 @@ from scipy import stats
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -295,6 +296,18 @@ class TestOwnLoop:
             assert draw(target, drafter.with_options(proposal="coupled", **options), 3, 60) == expected
 
 
+def with_stepped_costs(view):
+    """A gate to which a second token in a forward is dear and a third one free: two drafts pay, and one does not."""
+    model = view.cost_model()
+    for num_tokens, ms in ((1, 30.0), (2, 60.0), (3, 60.0)):
+        model.verify_ms.observe(num_tokens, ms)
+    model.plain_ms.add(30.0)
+    model.clock, model.drafts = lambda: 0.0, lambda: True
+    model.observe_round = lambda *arguments: None
+    model.calibration.acceptance = lambda *arguments: 0.9
+    return view
+
+
 class TestWithoutLooks:
     """On a device that must not be waited for, tokens are chosen ahead and walks end before they have settled."""
 
@@ -316,6 +329,27 @@ class TestWithoutLooks:
         stock = [RepetitionPenaltyLogitsProcessor(1.3), TemperatureLogitsWarper(0.8), TopKLogitsWarper(4)]
         texts = draw(target, drafter.with_options(proposal="sample"), 60, 14, **kwargs)
         assert p_value(target, texts, stock) > PLAUSIBLE
+
+    def test_gate_plans_a_stage_as_if_nothing_was_cut(self, target, drafter):
+        view = with_stepped_costs(drafter.with_options(proposal="sample", loop_gate="auto", max_stages=1))
+        texts = draw(target, view, 1, 1500)
+        assert p_value(target, texts) > PLAUSIBLE
+        assert set(view.statistics.num_drafted) == {1, 2}
+
+    def test_gate_plans_a_chain_as_if_nothing_was_cut(self, toolbox, target, monkeypatch):
+        fields = {"backbone": "eagle3", "layout": "shifted", "num_hidden_layers": 1, "use_mask_embedding": False}
+        drafter = toolbox.drafter(target, block_size=2, pool_size=2, target_layer_ids=[0], **fields)
+
+        def pool(states, session, slot):  # its second slot has nothing to draw behind token 1
+            ids = torch.tensor([[[0, 1 if slot == 0 else 2]]])
+            return Pool(ids, torch.zeros(1, 1, 2), torch.full((1, 1, 2), 0.5).log())
+
+        monkeypatch.setattr(drafter.drafter, "pool", pool)
+        view = with_stepped_costs(drafter.with_options(proposal="sample", loop_gate="auto", max_stages=1))
+        bad_words = [[1, 0], [1, 2]]
+        texts = draw(target, view, 1, 1500, bad_words_ids=bad_words)
+        assert p_value(target, texts, [NoBadWordsLogitsProcessor(bad_words)]) > PLAUSIBLE
+        assert set(view.statistics.num_drafted) == {1, 2}
 
     def test_walk_that_ends_at_its_first_repair_fails(self, target, poor_drafter, monkeypatch):
         # Right is to end behind it: this variant looks at the token that it drops.
