@@ -239,6 +239,8 @@ class DRelayCandidateGenerator:
             block = self._planned(block)
             is_short = block.num_tokens < num_slots  # a slot had nothing left to draw, or was not worth it
             block, is_cut = self._cut_stage(block, input_ids)
+            if self.cost_model is not None:  # a slot that was cut is not one that was rejected
+                self._beliefs[-1] = self._beliefs[-1][: block.num_tokens]
             if block.num_tokens == 0:
                 break
             self._blocks.append(block)
@@ -252,6 +254,17 @@ class DRelayCandidateGenerator:
             self.model.continue_after(block, self.session, self.options.use_selector)
             input_ids = torch.cat([input_ids, block.draft_ids.to(input_ids.device)], dim=1)
         self.session.end_round()
+        return self._blocks
+
+    def cut_round(self, depth: int) -> list[DraftBlock]:
+        """Forget what is deeper in the tree of the round than `depth`, which is not verified; returns what is left."""
+        if depth < max(self.tree.depths()):
+            self.tree, blocks = self.tree.cut(depth), []
+            for block in self._blocks:
+                blocks.append(block.first(depth))
+                depth -= blocks[-1].num_tokens
+            self._blocks = [block for block in blocks if block.num_tokens]
+            self._beliefs = [own[: b.num_tokens] for own, b in zip(self._beliefs, blocks, strict=False)]
         return self._blocks
 
     def _grow(self, block: DraftBlock, place: int, is_extended: bool) -> int:

@@ -361,21 +361,16 @@ class SpeculativeLoop:
             if not (is_finished and self.stop.has_eos)  # such a row is padded
         ]
         generators = [self.generators[group.rows[i]] for group, i in due]
-        rounds = draft_rounds(generators, [group.input_ids[i : i + 1] for group, i in due])
-        drafted = {}
-        for (group, i), generator, blocks in zip(due, generators, rounds, strict=True):
-            drafted[id(group), i] = _row_draft(generator, blocks)
-        return {id(group): self._cut_to_shortest(group, drafted) for group in groups}
+        draft_rounds(generators, [group.input_ids[i : i + 1] for group, i in due])
+        drafting = {(id(group), i): generator for (group, i), generator in zip(due, generators, strict=True)}
+        return {id(group): self._row_drafts(group, drafting) for group in groups}
 
-    def _cut_to_shortest(self, group: RowGroup, drafted: dict) -> list[RowDraft]:
+    def _row_drafts(self, group: RowGroup, drafting: dict) -> list[RowDraft]:
         """In lockstep no row gets further than the shortest draft; padded rows agree with any token."""
-        found = [drafted.get((id(group), i)) for i in range(len(group.rows))]
-        depth = min((max(draft.tree.depths()) for draft in found if draft is not None), default=0)
-        for draft in found:
-            if draft is not None:
-                draft.tree = draft.tree.cut(depth)
+        own = [drafting.get((id(group), i)) for i in range(len(group.rows))]
+        depth = min((max(generator.tree.depths()) for generator in own if generator is not None), default=0)
         padding = DraftTree.chain([self.pad_token_id] * depth)
-        return [RowDraft(padding) if draft is None else draft for draft in found]
+        return [RowDraft(padding) if g is None else _row_draft(g, g.cut_round(depth)) for g in own]
 
     def _verify(self, groups, drafts, num_places: int):
         """One forward over the pending tokens, the anchor and the drafts of every row that the cache holds."""
@@ -536,7 +531,7 @@ class SpeculativeLoop:
 def _row_draft(generator, blocks: list) -> RowDraft:
     """What a row wants verified, with the distributions that its tokens were drawn from if they were."""
     if not blocks or not generator.proposal.is_sampled:
-        return RowDraft(generator.tree if blocks else DraftTree())
+        return RowDraft(generator.tree)
     pool_ids = torch.cat([block.pool_ids[0] for block in blocks])
     pool_logits = torch.cat([block.pool_logits[0] for block in blocks])
     return RowDraft(generator.tree, pool_ids, pool_logits)

@@ -110,6 +110,7 @@ CALLS = {
     "greedy_scores": (GREEDY | {"return_dict_in_generate": True, "output_scores": True}, {"loop_gate": ALWAYS}),
     "tree": (GREEDY, {"loop_gate": ALWAYS, "tree_budget": 6}),
     "sample": (SAMPLED, {"proposal": "sample", "loop_gate": ALWAYS}),
+    "sample_lockstep": (SAMPLED | {"return_dict_in_generate": True}, {"proposal": "sample", "loop_gate": -3.0}),
     "sample_penalty": (SAMPLED | {"repetition_penalty": 1.2}, {"proposal": "sample"}),
     "coupled": (SAMPLED, {"proposal": "coupled", "loop_gate": ALWAYS}),
     "coupled_penalty": (SAMPLED | {"repetition_penalty": 1.2}, {"proposal": "coupled", "loop_gate": ALWAYS}),

@@ -330,6 +330,18 @@ class TestWithoutLooks:
         texts = draw(target, drafter.with_options(proposal="sample"), 60, 14, **kwargs)
         assert p_value(target, texts, stock) > PLAUSIBLE
 
+    def test_rows_in_lockstep_follow_the_law(self, target, poor_drafter, monkeypatch):
+        # Their drafts differ in length and are cut to the shortest; what was cut is neither drafted nor accepted.
+        monkeypatch.setattr(SpeculativeLoop, "_can_be_ragged", lambda self: False)
+        view = poor_drafter.with_options(proposal="sample", loop_gate=-1.0)
+        assert p_value(target, draw_batch(target, view, 3, 400)) > PLAUSIBLE
+        counts = zip(view.statistics.num_drafted, view.statistics.num_accepted, strict=True)
+        rounds = list(zip(*[counts] * 3, strict=True))  # a row after the other
+        assert {1, 2} <= {rows[0][0] for rows in rounds}
+        for rows in rounds:
+            assert len({num_drafted for num_drafted, _ in rows}) == 1
+            assert all(num_accepted <= num_drafted for num_drafted, num_accepted in rows)
+
     def test_gate_plans_a_stage_as_if_nothing_was_cut(self, target, drafter):
         view = with_stepped_costs(drafter.with_options(proposal="sample", loop_gate="auto", max_stages=1))
         texts = draw(target, view, 1, 1500)
