@@ -111,6 +111,8 @@ class CostModel:
             off.
         SHARE (`float`), SHORT_TEXT (`int`): Share of the tokens of a text that speculation may cost in all; a text is
             taken to have at least so many tokens.
+        FIRST (`float`): Plain steps that the first round with a draft counts as at most. It pays for warm-ups and for
+            reading a whole prompt, which says little of the rounds behind it and must not rule them out.
         PAUSES (`tuple[int, ...]`): Tokens decoded plainly after the first, second, ... losing trial.
     """
 
@@ -120,6 +122,7 @@ class CostModel:
     MEMORY = 0.9
     SHARE = 0.04
     SHORT_TEXT = 32
+    FIRST = 4.0
     PAUSES = (16, 48, 144, 432)
 
     def __init__(self, clock=time.perf_counter, num_rows: int = 1):
@@ -234,8 +237,9 @@ class CostModel:
 
     def _observe_drafting(self, num_committed: int, round_ms: float) -> None:
         usual_ms = self.drafting_ms.value
-        if usual_ms is not None:  # an interruption by something else is no loss of ours
-            round_ms = min(round_ms, LatencyTable.OUTLIER * usual_ms)
+        # An interruption by something else is no loss of ours.
+        limit_ms = self.FIRST * self.plain_ms.value if usual_ms is None else LatencyTable.OUTLIER * usual_ms
+        round_ms = min(round_ms, limit_ms)
         self.drafting_ms.add(round_ms)
         self._num_drafting += 1
         won = num_committed - round_ms / max(self.plain_ms.value, 1e-6)

@@ -235,6 +235,24 @@ class TestFallback:
         _, _, rounds = simulate(60, lambda position: 3, model=model)
         assert rounds[0] == 0 and len(rounds) == 20
 
+    @pytest.mark.parametrize("first_ms", [250.0, 600.0, 5000.0])
+    def test_dear_first_round_does_not_rule_out_the_cheap_ones_behind_it(self, first_ms):
+        # It reads the prompt and warms up; each round behind it yields 5 tokens in the time of 1.5.
+        model, is_first, drafted = CostModel(clock=lambda: 0.0), True, []
+        for _ in range(3):
+            model.begin_call()
+            place, num_rounds = 0, 0
+            while place < 128:
+                if model.drafts():
+                    ms, is_first = (first_ms if is_first else 46.0), False
+                    model.observe_round(5, ms - 8.0, 5, ms)
+                    place, num_rounds = place + 5, num_rounds + 1
+                else:
+                    model.observe_round(1, 30.0, 1, 30.0)
+                    place += 1
+            drafted.append(num_rounds)
+        assert drafted[0] >= 10 and drafted[1] == drafted[2] == 26
+
     def test_same_observations_give_the_same_decisions(self):
         runs = [simulate(300, lambda position: 1 + int(position * 7) % 3)[1:] for _ in range(2)]
         assert runs[0] == runs[1]
