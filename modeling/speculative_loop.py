@@ -481,7 +481,9 @@ class SpeculativeLoop:
         kept = self._kept_rows()
         if kept == self.cached_rows or not self.is_ragged:
             return
-        self.cache.batch_select_indices(send([self.cached_rows.index(row) for row in kept], self.device))
+        places = [self.cached_rows.index(row) for row in kept]
+        for layer in self.rollback.layers:  # which may lie on several devices
+            layer.batch_select_indices(send(places, layer.keys.device))
         self.cached_rows, self.cached_index = kept, send(kept, self.device)
 
     def _of_cached(self, values: torch.Tensor, dim: int = 0) -> torch.Tensor:

@@ -5,8 +5,9 @@ ahead it is the batch of plain sampling. Rows accept different numbers of tokens
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
+from hf_drelay.modeling.cache_rollback import CacheRollback
 from hf_drelay.modeling.speculative_loop import SpeculativeLoop
 
 
@@ -214,6 +215,18 @@ def test_ragged_rows_need_fewer_rounds_than_rows_in_lockstep(toolbox, monkeypatc
     monkeypatch.setattr(SpeculativeLoop, "_can_be_ragged", lambda self: False)
     toolbox.greedy(target, ids, drafter.with_options(), attention_mask=mask)
     assert 0 < forwards.count(True) < forwards.count(False)
+
+
+def test_finished_rows_leave_layers_that_lie_on_another_device_than_the_tokens():
+    cache = DynamicCache()
+    keys = torch.arange(3.0).view(3, 1, 1, 1)
+    cache.update(keys, keys, 0)
+    loop = SpeculativeLoop.__new__(SpeculativeLoop)
+    loop.is_ragged, loop.cached_rows, loop.device = True, [0, 1, 2], torch.device("meta")
+    loop.cache, loop.rollback = cache, CacheRollback(cache)
+    loop._kept_rows = lambda: [0, 2]
+    loop._drop_finished_rows()
+    assert cache.layers[0].keys.flatten().tolist() == [0.0, 2.0] and loop.cached_rows == [0, 2]
 
 
 PROCESSORS = {
