@@ -151,6 +151,7 @@ class StageDraw:
         self.depends_on_path = bool(proposal.penalties)
         self.path_ids = proposal.input_ids
         self.logits = torch.zeros_like(pool.logits)
+        self.is_possible = torch.ones_like(pool.ids[..., 0], dtype=torch.bool)  # something is left to draw
         # argmax(log q + g) is a sample of q. One draw for the stage: a walk may ask for a slot again.
         self.gumbel = -torch.empty_like(pool.logits).exponential_().log() if proposal.is_sampled else None
 
@@ -159,8 +160,8 @@ class StageDraw:
         if self.depends_on_path:
             ids = self.pool.ids[:, first]
             logits = logits + self.proposal.penalty_change(self.path_ids, ids, self.pool.logits[:, first])[:, None]
-        logits = self._warp(logits)
-        self.logits[:, first:last] = logits
+        logits, is_possible = self._warp(logits)
+        self.logits[:, first:last], self.is_possible[:, first:last] = logits, is_possible
         gumbel = self._noise(self.pool.ids[:, first:last], first)
         choices = (logits if gumbel is None else logits + gumbel).argmax(dim=-1)
         if self.depends_on_path:
@@ -175,8 +176,7 @@ class StageDraw:
         """
         if not self.depends_on_path:
             return None
-        is_possible = (self.logits[:, :num_slots] > float("-inf")).any(dim=-1)
-        return is_possible.long().cumprod(dim=1).sum(dim=1)
+        return self.is_possible[:, :num_slots].long().cumprod(dim=1).sum(dim=1)
 
     def _noise(self, token_ids: torch.LongTensor, first: int) -> torch.FloatTensor | None:
         if self.gumbel is not None:
@@ -199,22 +199,22 @@ class StageDraw:
             before = self.path_ids.expand(len(logits), -1)
             before = torch.cat([before, path_ids.to(before.device)], dim=1)
             logits = logits + self.proposal.penalty_change(before, ids, pool.logits[:, 0].expand_as(logits))
-        logits = self._warp(logits[:, None])[:, 0]
+        logits, is_possible = (part[:, 0] for part in self._warp(logits[:, None]))
         gumbel = self.proposal.gumbel(ids[:, None], slot)
         if gumbel is not None:
             logits = logits + gumbel[:, 0]
         pool_mass = pool.log_probs[:, 0].logsumexp(dim=-1, keepdim=True)
-        # Not a number where nothing finite is left.
-        return logits.log_softmax(dim=-1).nan_to_num(nan=float("-inf")) + pool_mass
+        return logits.log_softmax(dim=-1).where(is_possible[:, None], float("-inf")) + pool_mass
 
     def proposal_logits(self, num_slots: int) -> torch.FloatTensor | None:
         """Logits of q `(B, num_slots, C)` over the pool; `None` for a deterministic draft."""
         return self.logits[:, :num_slots] if self.proposal.is_sampled else None
 
-    def _warp(self, logits: torch.FloatTensor) -> torch.FloatTensor:
-        if not self.proposal.warpers:
-            return logits
+    def _warp(self, logits: torch.FloatTensor) -> tuple[torch.FloatTensor, torch.BoolTensor]:
+        """Warped `logits` `(B, R, C)`, and the slots `(B, R)` that have something left to draw; others get zeros."""
+        is_possible = (logits > float("-inf")).any(dim=-1)
+        logits = logits.where(is_possible[..., None], 0.0)  # some warpers refuse rows without a finite number
         rows = logits.flatten(0, 1)
         for warper in self.proposal.warpers:
             rows = warper(None, rows)
-        return rows.view_as(logits)
+        return rows.view_as(logits), is_possible

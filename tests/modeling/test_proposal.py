@@ -200,6 +200,19 @@ class TestPenalties:
         walk_slots(IndependentHead(), pool, pool, INPUT_IDS[:, -1], draw)
         assert draw.num_possible(3).tolist() == [1]
 
+    @pytest.mark.parametrize("is_tree", [False, True], ids=["chain", "tree"])
+    def test_warpers_are_not_asked_about_a_slot_with_every_candidate_banned(self, is_tree):
+        # The host's eta warper raises for a row without a finite number.
+        pool = make_pool(num_slots=1)
+        banned = processors.SuppressTokensLogitsProcessor(pool.ids[0, 0].tolist(), device="cpu")
+        draw = start([banned, processors.EtaLogitsWarper(1e-3)], pool)
+        if is_tree:
+            scores = draw.path_log_probs(pool.log_probs[:, 0], 0, INPUT_IDS[:, :0])
+            assert scores.isneginf().all()
+        else:
+            walk_slots(IndependentHead(), pool, pool, INPUT_IDS[:, -1], draw)
+            assert draw.num_possible(1).tolist() == [0]
+
     def test_draft_is_empty_when_the_first_slot_has_every_candidate_banned(self):
         pool = make_pool(num_slots=2)
         draw = start([processors.SuppressTokensLogitsProcessor(pool.ids[0, 0].tolist(), device="cpu")], pool)
