@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .host_transfer import send
+from .host_transfer import send, to_device
 
 
 @dataclass
@@ -281,7 +281,7 @@ def attention_masks(target, cache, trees: list[DraftTree], lengths: list[int], n
     """
     config = target.config.get_text_config(decoder=True)
     kinds = sorted(set(getattr(config, "layer_types", None) or []))
-    own = torch.stack([tree.visible(num_places) for tree in trees]).to(seen.device, non_blocking=True)  # (B, N, N)
+    own = to_device(torch.stack([tree.visible(num_places) for tree in trees]), seen.device)  # (B, N, N)
     depths = [tree.depths() + [0] * (num_places - 1 - tree.num_nodes) for tree in trees]
     depths, ends = send(depths, seen.device), send(lengths, seen.device)[:, None]
 

@@ -1,5 +1,6 @@
 """What passes between host and device in a round. A copy to the host waits until the device has done all its work, so
-a round makes few of them: one for each stage (`DraftBlock.numbers`) and one for the verification (`Verifier`).
+a round of our own code makes few of them: one for each stage (`DraftBlock.numbers`) and one for the verification
+(`Verifier`). Some processors of the host look at tokens themselves.
 """
 
 import struct
@@ -26,8 +27,16 @@ def read(*tensors: torch.Tensor) -> list:
 
 
 def send(values: list, device: torch.device) -> torch.LongTensor:
-    """Integers on `device`. Unlike `torch.tensor(values, device=device)` it does not wait for the device."""
-    return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
+    """Integers on `device`. Unlike `torch.tensor(values, device=device)` it does not wait for a CUDA device."""
+    return to_device(torch.tensor(values, dtype=torch.long), device)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """
+    A tensor of the host on `device`. CUDA takes a copy of ordinary memory before it goes on; others may read it later,
+    when it is gone.
+    """
+    return tensor.to(device, non_blocking=device.type == "cuda")
 
 
 def _nested(values: list, shape: tuple[int, ...]):
@@ -37,4 +46,4 @@ def _nested(values: list, shape: tuple[int, ...]):
     return [_nested(values[i * size : (i + 1) * size], shape[1:]) for i in range(shape[0])]
 
 
-__all__ = ["look_is_free", "read", "send"]
+__all__ = ["look_is_free", "read", "send", "to_device"]
