@@ -77,7 +77,8 @@ def _draft_stage(generators: list) -> list[DraftBlock]:
     block = model.draft(session.anchor_ids, session, proposal, options.use_selector, options.confidence_threshold)
     blocks = block.read_rows()
     if cost_model is not None:  # such rows are drafted alone
-        generators[0].observe_draft(started_s, block.num_tokens)
+        # A chain that was ended by its gate has looked at the slot behind its last token.
+        generators[0].observe_draft(started_s, min(block.num_tokens + 1, session.num_slots))
     return blocks
 
 

@@ -91,6 +91,7 @@ class DRelayCandidateGenerator:
         self.model_kwargs_overrides = self._request  # the host reads this anew in every round
         self._is_prompt_fed = False
         self._unread: list[torch.Tensor] = []  # verified states that no draft needed yet
+        self._num_new = 0  # of them, those that the coming stage is the first to read
         self._blocks: list[DraftBlock] = []
         self._beliefs: list[list[float]] = []  # of the backbone in the drafted slots of each stage
         self.tree = DraftTree()
@@ -229,6 +230,7 @@ class DRelayCandidateGenerator:
         self._blocks, self._beliefs, self.tree = [], [], DraftTree()
         if room <= 0 or (self.cost_model is not None and not self.cost_model.drafts()):
             return []
+        self._num_new = sum(states.shape[1] for states in self._unread)
         if self._unread:
             self.session.extend(torch.cat(self._unread, dim=1))
             self._unread = []
@@ -295,11 +297,13 @@ class DRelayCandidateGenerator:
         return num_slots
 
     def observe_draft(self, started_s: float, num_slots: int) -> None:
-        """Tell the cost-aware gate that the stage of `num_slots` tokens took until now."""
+        """Tell the cost-aware gate that the stage, which looked at `num_slots` slots, took until now."""
         ms = 1e3 * (self.cost_model.clock() - started_s)
         self.cost_model.observe_draft(len(self._blocks), ms)
-        if self.model.config.backbone != "parallel":
+        # A stage that reads more than a round leaves, such as a prompt, tells nothing about the price of a slot.
+        if self.model.config.backbone != "parallel" and self._num_new <= self.model.config.num_drafts + 1:
             self.cost_model.observe_slots(num_slots, ms)
+        self._num_new = 0
 
     def _cut_stage(self, block: DraftBlock, input_ids) -> tuple[DraftBlock, bool]:
         """A stage cut to what may be drafted, and whether nothing may follow it."""

@@ -2,16 +2,17 @@
 gate. Plain decoding is the oracle of the text, an enumeration of all paths that of a tree.
 """
 
-import itertools
 from collections import Counter
 
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
+from hf_drelay.modeling import candidate_generator, verification
 from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.modeling_drelay import DRelayModel
+from hf_drelay.modeling.modeling_heads import Pool
 
 
 ALWAYS = float("-inf")
@@ -31,19 +32,11 @@ def target(toolbox):
     return toolbox.target("qwen3")
 
 
-def with_free_costs(view, num_rows=1):
-    """A cost-aware gate that does not look at the machine, and drafts in every round."""
-    model = view.cost_model(num_rows)
-    if model is not None:
-        model.clock, model.drafts = itertools.count().__next__, lambda: True
-    return view
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_greedy_text_is_the_targets_own(toolbox, target, options):
     prompt = toolbox.prompt(9)
     expected = toolbox.greedy(target, prompt)
-    view = with_free_costs(toolbox.scripted(target, expected[0].tolist(), **EAGLE3).with_options(**options))
+    view = toolbox.with_free_costs(toolbox.scripted(target, expected[0].tolist(), **EAGLE3).with_options(**options))
     assert torch.equal(toolbox.greedy(target, prompt, view), expected)
     assert view.statistics.num_rounds > 4 and view.statistics.acceptance_length > 1.2
 
@@ -57,7 +50,7 @@ def test_coupled_text_is_that_of_plain_sampling(toolbox, monkeypatch, target, op
     expected, after = target.generate(ids, **kwargs), torch.rand(1)
     texts = [row[row.ne(0).int().argmax() :].tolist() for row in expected]
     drafter = toolbox.scripted_batch(monkeypatch, target, texts, **EAGLE3)
-    view = with_free_costs(drafter.with_options(proposal="coupled", **options), 2)
+    view = toolbox.with_free_costs(drafter.with_options(proposal="coupled", **options), 2)
     torch.manual_seed(2)
     assert torch.equal(target.generate(ids, assistant_model=view, **kwargs), expected)
     assert torch.equal(torch.rand(1), after)
@@ -166,7 +159,7 @@ def counts_of_pairs(toolbox, monkeypatch, cut, num_tokens=2500):
     target = toolbox.table_target(LAW.log())
     fields = {**EAGLE3, "pool_size": 3, "block_size": 3, "target_layer_ids": [0]}
     view = toolbox.drafter(target, **fields).with_options(loop_gate="auto")
-    with_free_costs(view)
+    toolbox.with_free_costs(view)
     cut(monkeypatch)
     prompt = torch.tensor([[1]])
     torch.manual_seed(0)
@@ -189,15 +182,22 @@ def p_value(counts) -> float:
 
 
 @pytest.mark.statistical
+@pytest.mark.parametrize("is_queued", [False, True], ids=["looks", "queued"])
 @pytest.mark.parametrize("anticipates", [False, True], ids=["before_the_token", "at_the_token"])
-def test_gate_that_ends_a_chain_keeps_the_law_when_it_decides_before_the_token(toolbox, monkeypatch, anticipates):
+def test_gate_that_ends_a_chain_keeps_the_law_when_it_decides_before_the_token(
+    toolbox, monkeypatch, anticipates, is_queued
+):
+    if is_queued:  # the gate is then asked about a whole chain that was drawn
+        for module in (candidate_generator, verification):
+            monkeypatch.setattr(module, "look_is_free", lambda device: False)
+
     def before(patch):
-        # Strong and arbitrary: it looks at the best candidate of the slot and at the tokens before.
-        patch.setattr(DRelayCandidateGenerator, "_plan_slot", lambda self, pool: bool(pool.ids[0, 0, 0] != 1))
+        # Strong and arbitrary: a function of what the drafter thinks of the slot.
+        patch.setattr(DRelayCandidateGenerator, "_is_worth", lambda self, own, num_slots: int(-1e3 * own) % 3 != 0)
 
     def at(patch):
         right = DRelayCandidateGenerator._cut_stage
-        patch.setattr(DRelayCandidateGenerator, "_plan_slot", lambda self, pool: True)
+        patch.setattr(DRelayCandidateGenerator, "_is_worth", lambda self, own, num_slots: True)
 
         def cut_stage(self, block, input_ids):
             ends = [i for i, token in enumerate(block.numbers.draft_ids[0]) if token == 1]
@@ -207,6 +207,48 @@ def test_gate_that_ends_a_chain_keeps_the_law_when_it_decides_before_the_token(t
 
     value = p_value(counts_of_pairs(toolbox, monkeypatch, at if anticipates else before))
     assert value < 1e-7 if anticipates else value > 1e-4
+
+
+def test_slots_that_were_cut_do_not_count_as_rejected(toolbox, monkeypatch):
+    # Behind token 1 nothing is left to draw in the second slot: its stage ends there, whatever the gate wanted.
+    target, prompt = toolbox.table_target(torch.zeros(4, 4)), torch.tensor([[1, 2]])
+    drafter = toolbox.drafter(target, **EAGLE3, block_size=2, pool_size=2, target_layer_ids=[0])
+
+    def pool(states, session, slot):
+        ids = torch.tensor([[[0, 1 if slot == 0 else 2]]])
+        return Pool(ids, torch.zeros(1, 1, 2), torch.full((1, 1, 2), 0.5).log())
+
+    monkeypatch.setattr(drafter.drafter, "pool", pool)
+    view = toolbox.with_free_costs(drafter.with_options(proposal="sample", loop_gate="auto", max_stages=1))
+    observed, right = [], view.cost_model().observe_acceptance
+
+    def observe(stage_beliefs, *counts):
+        observed.append(sum(len(beliefs) for beliefs in stage_beliefs))
+        right(stage_beliefs, *counts)
+
+    view.cost_model().observe_acceptance = observe
+    torch.manual_seed(0)
+    kwargs = {"do_sample": True, "top_k": 0, "max_new_tokens": 60, "attention_mask": torch.ones_like(prompt)}
+    target.generate(prompt, assistant_model=view, bad_words_ids=[[1, 0], [1, 2]], **kwargs)
+    assert observed == view.statistics.num_drafted and {1, 2} <= set(observed)
+
+
+def test_price_of_a_slot_is_that_of_the_slots_that_were_looked_at(toolbox, monkeypatch, target):
+    drafter, prompt = toolbox.drafter(target, **EAGLE3, block_size=4), toolbox.prompt(40)
+    view = drafter.with_options(loop_gate="auto", max_stages=1)
+    model, now = view.cost_model(), [0.0]
+    model.clock, model.drafts = lambda: now[0], lambda: True
+    right = drafter.drafter.advance
+
+    def advance(features, *arguments):  # each row takes a second
+        now[0] += features.shape[1]
+        return right(features, *arguments)
+
+    monkeypatch.setattr(drafter.drafter, "advance", advance)
+    monkeypatch.setattr(DRelayCandidateGenerator, "_plan_slot", lambda self, pool: self.session.num_provisional < 2)
+    toolbox.greedy(target, prompt, view, max_new_tokens=20)
+    # Three slots are looked at to draft two; the first one also reads the token of the round before.
+    assert model.slot_ms.value == pytest.approx(1000.0, rel=0.35)
 
 
 def test_options_are_no_longer_refused_for_chains(toolbox, target):
