@@ -3,10 +3,12 @@
     python scripts/lossless_matrix.py --output docs/results/lossless_matrix.json
 
 Cells are drafter x loop x batch x shape of the draft x cache x proposal. Drafts follow the target's text and are
-spoiled at random places, so that every cell accepts, rejects and repairs. At temperature 0 the token ids must be those
-of plain decoding; so must they at temperature 1 where the random numbers of plain sampling are known ahead ("greedy"
-and "coupled" in our own loop, same seed). The other sampled cells draw with `top_k=1`, where every right law is one
-text; their laws at temperature 1 are tested by chi-square in the suite. `--pairwise` runs a covering set of all pairs.
+spoiled at random places, so that they are accepted, rejected and, with a selector, repaired; the cost-aware gate
+("auto") has a clock that counts its looks, and drafts in every round. A cell that drafts nothing fails. At temperature
+0 the token ids must be those of plain decoding; so must they at temperature 1 where the random numbers of plain
+sampling are known ahead ("greedy" and "coupled" in our own loop, same seed). The other sampled cells draw with
+`top_k=1`, where every right law is one text; their laws at temperature 1 are tested by chi-square in the suite.
+`--pairwise` runs a covering set of all pairs.
 """
 
 import argparse
@@ -123,7 +125,7 @@ def run_cell(cell: dict, max_new_tokens: int = 24, seed: int = 0) -> dict:
         options["tree_budget"] = 7
     if cell["proposal"] != "temperature_0":
         options["proposal"] = cell["proposal"]
-    view = model.with_options(**options)
+    view = fixtures.with_free_costs(model.with_options(**options), cell["batch"])
     torch.manual_seed(seed)
     with FollowRows(texts):
         output = target.generate(ids, assistant_model=view, **call)
@@ -143,6 +145,7 @@ def main() -> None:
     chosen = pairwise(cells()) if arguments.pairwise else cells()
     rows = [cell | run_cell(cell) for cell in tqdm(chosen, unit="cell")]
     lossy = [row for row in rows if not row["is_identical"]]
+    idle = [row for row in rows if not row["num_rounds"]]
     record = {
         "command": "scripts/lossless_matrix.py" + (" --pairwise" if arguments.pairwise else ""),
         "environment": environment(),
@@ -155,7 +158,9 @@ def main() -> None:
     print(f"{record['num_identical']} of {len(rows)} cells are identical to plain decoding")
     for row in lossy:
         print("differs:", row)
-    raise SystemExit(bool(lossy))
+    for row in idle:
+        print("drafted nothing:", row)
+    raise SystemExit(bool(lossy or idle))
 
 
 if __name__ == "__main__":
