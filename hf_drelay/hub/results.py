@@ -10,6 +10,10 @@ from hf_drelay.evaluation.records import read_jsonl, weights_sha256
 from hf_drelay.evaluation.summary import markdown, read_rows, summarize
 
 
+_LOSSLESS_COUNTS = ("num_prompts", "num_tokens", "num_different", "num_unexplained")
+_SPEED_FIELDS = {"name", "tokens_per_s", "speedup_median", "speedup_quartiles", "num_identical", "by_kind"}
+
+
 def read_records(paths, folder: str | Path | None = None) -> dict[str, list]:
     """
     Results by kind, which is told by what a file holds.
@@ -81,9 +85,9 @@ def _read_record(path: Path) -> tuple[str, dict | list]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError:  # a row a line
         record = None
-    if isinstance(record, dict) and "rows" in record:
+    if _is_speed_record(record):
         return "speed", record
-    if isinstance(record, dict) and "summary" in record:
+    if _is_lossless_record(record):
         return "lossless", record
     rows = list(read_jsonl(path)) if record is None else [record]
     shared = set.intersection(*(set(row) if isinstance(row, dict) else set() for row in rows)) if rows else set()
@@ -96,10 +100,32 @@ def _read_record(path: Path) -> tuple[str, dict | list]:
     )
 
 
+def _has(record, keys: set[str]) -> bool:
+    return isinstance(record, dict) and keys <= record.keys()
+
+
+def _is_speed_record(record) -> bool:
+    """Whether `scripts/benchmark_demo.py` wrote it."""
+    return (
+        _has(record, {"rows", "arguments", "environment", "target", "prompt_files", "command"})
+        and isinstance(record["rows"], list)
+        and bool(record["rows"])
+        and all(_has(row, _SPEED_FIELDS) for row in record["rows"])
+    )
+
+
+def _is_lossless_record(record) -> bool:
+    """Whether `scripts/check_lossless_demo.py` wrote it."""
+    return (
+        _has(record, {"summary"})
+        and isinstance(record["summary"], dict)
+        and all(_has(entry, set(_LOSSLESS_COUNTS)) for entry in record["summary"].values())
+    )
+
+
 def _lossless_record(rows: list[dict]) -> dict:
-    counts = ("num_prompts", "num_tokens", "num_different", "num_unexplained")
     summary = {
-        f"{record['way']}, {record['dtype']}": {name: record[name] for name in counts}
+        f"{record['way']}, {record['dtype']}": {name: record[name] for name in _LOSSLESS_COUNTS}
         for record in summarize_lossless(rows)
     }
     return {"summary": summary, "rows": rows}
@@ -112,7 +138,7 @@ def results_section(records: dict[str, list[dict]]) -> str:
         parts += [speed_table(record), circumstances(record), f"Command: `python {record['command']}`."]
     for rows in records["benchmark"]:
         parts.append(markdown(rows).strip())
-        parts += [f"Command: `{command}`." for command in dict.fromkeys(row["command"] for row in rows)]
+        parts += _commands(rows)
     for name, counts in lossless_summary(records["lossless"]).items():
         parts.append(
             f"Losslessness, {name}: {counts['num_prompts']} prompts, {counts['num_tokens']} tokens, "
@@ -122,6 +148,11 @@ def results_section(records: dict[str, list[dict]]) -> str:
     commands = dict.fromkeys(record["command"] for record in records["lossless"] if "command" in record)
     parts += [f"Command: `python {command}`." for command in commands]
     return "\n\n".join(parts) if parts else "Not measured yet."
+
+
+def _commands(rows: list[dict]) -> list[str]:
+    """Rows that Python code measured may have none."""
+    return [f"Command: `{command}`." for command in dict.fromkeys(row.get("command") for row in rows) if command]
 
 
 def speed_table(record: dict) -> str:
@@ -167,8 +198,8 @@ def lossless_summary(records: list[dict]) -> dict[str, dict[str, int]]:
     total: dict[str, dict[str, int]] = {}
     for record in records:
         for name, entry in record["summary"].items():
-            counts = total.setdefault(name, dict.fromkeys(entry, 0))
-            total[name] = {field: counts[field] + entry[field] for field in entry}
+            counts = total.setdefault(name, dict.fromkeys(_LOSSLESS_COUNTS, 0))
+            total[name] = {field: counts[field] + entry[field] for field in _LOSSLESS_COUNTS}
     return total
 
 

@@ -108,7 +108,13 @@ def test_structured_results_are_those_of_the_measurement():
 
 
 @pytest.mark.parametrize(
-    "content", ["{}", "[1]", '{"way": 1}\n{"way": 2}\n', ""], ids=["record", "list", "rows", "empty"]
+    "content",
+    [
+        *("{}", "[1]", '{"way": 1}\n{"way": 2}\n', "", '{"rows": [{"name": "x"}]}', '{"rows": 3, "summary": 4}'),
+        json.dumps(json.loads((ROOT / "docs" / "results" / "demo_grid.json").read_text()) | {"rows": [{"name": "x"}]}),
+        '{"summary": {"x": {"num_prompts": 1}}}',
+    ],
+    ids=["record", "list", "rows", "empty", "other-rows", "numbers", "other-columns", "other-counts"],
 )
 def test_file_that_is_no_result_is_refused(tmp_path, content):
     (tmp_path / "x.json").write_text(content)

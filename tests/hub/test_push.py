@@ -459,6 +459,14 @@ def test_rows_of_other_drafters_are_left_out(checkpoint, measured, tmp_path):
     assert entries and not any("other" in entry["dataset"]["task_id"] for entry in entries)
 
 
+def test_rows_without_a_command_name_none(checkpoint, measured, tmp_path):
+    rows = [row | {"command": None} for row in measured["benchmark"]]
+    set_results(checkpoint, {"benchmark": rows})
+    assert (
+        "None" not in (build_repository(checkpoint, tmp_path / "out") / "README.md").read_text().split("## Results")[1]
+    )
+
+
 @pytest.mark.parametrize("name", ["benchmark", "check-lossless"])
 def test_results_of_other_drafters_alone_are_refused(checkpoint, measured, tmp_path, name):
     rows = [row for row in measured[name] if row.get("drafter") != "drafter"]
