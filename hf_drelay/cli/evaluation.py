@@ -265,6 +265,7 @@ def check_lossless(
                 output,
                 resume,
                 quiet or _is_piped(),
+                _command(),
             )
             del model, drafters, ways  # before the next type is loaded
         for row in rows:

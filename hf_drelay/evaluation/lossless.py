@@ -24,11 +24,13 @@ def check_lossless(
     output: str | Path,
     resume: bool = False,
     quiet: bool = False,
+    command: str | None = None,
 ) -> list[dict]:
     """
     Decode first turns plainly and in every way, and append a row for each comparison to `output`.
 
-    Several types of the target go into one file, one call after the other.
+    Several types of the target go into one file, one call after the other. `command`, what made the rows, goes into
+    them.
 
     Returns:
         The rows of this type. `divergence` is `None` for equal outputs; otherwise `is_explained` tells whether the
@@ -70,12 +72,13 @@ def check_lossless(
         inputs = {name: tensor.to(target.device) for name, tensor in prompt.inputs.items()}
         plain_ids, _ = timed_generate(target, inputs, config.seed, **config.generate_arguments())
         new = []
+        shared = {"settings": settings, "environment": environment(), "command": command}
         for way in due:
             new_ids, _ = timed_generate(target, inputs, config.seed, **(config.generate_arguments() | way.arguments()))
             divergence = first_divergence(target, inputs["input_ids"], plain_ids, new_ids)
             found = None if divergence is None else asdict(divergence) | {"is_explained": divergence.is_explained}
             row = key | {"way": way.name, "dtype": dtype, "num_tokens": len(plain_ids), "divergence": found}
-            new.append(row | way.description | described | {"settings": settings, "environment": environment()})
+            new.append(row | way.description | described | shared)
         append_rows(output, new)
         own += new
     return own
@@ -111,6 +114,31 @@ def summarize_lossless(rows: list[dict]) -> list[dict]:
             }
         )
     return records
+
+
+def circumstances(rows: list[dict]) -> str:
+    """What was compared, where and how, in one sentence for each target and machine of the rows."""
+    groups: dict[str, list[dict]] = {}
+    for row in rows:
+        same = [row[name] for name in ("target", "target_weights_sha256", "settings", "environment")]
+        groups.setdefault(json.dumps(same, sort_keys=True), []).append(row)
+    return " ".join(_circumstances(chosen) for chosen in groups.values())
+
+
+def _circumstances(rows: list[dict]) -> str:
+    row, settings, machine = rows[0], rows[0]["settings"], rows[0]["environment"]
+    counts: dict[str, set] = {}
+    for other in rows:
+        counts.setdefault(other["task"], set()).add(other["prompt"])
+    data = ", ".join(f"{len(prompts)} of {task}" for task, prompts in counts.items())
+    sha = (row["target_weights_sha256"] or "unknown")[:12]
+    return (
+        f"Greedy outputs compared token by token: prompts: {data}; at most {settings['max_new_tokens']} new tokens, "
+        f"template mode {settings['template_mode'] or 'default'}; target {row['target']} ({row['target_origin']}, "
+        f"revision {row['target_revision'] or 'unknown'}, weights {sha}), "
+        f"{', '.join(dict.fromkeys(other['dtype'] for other in rows))}; {machine['device']}, {machine['cpu_threads']} "
+        f"threads, torch {machine['torch']}, transformers {machine['transformers']}, hf_drelay {machine['hf_drelay']}."
+    )
 
 
 def explain(row: dict) -> str:

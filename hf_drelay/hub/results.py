@@ -5,12 +5,16 @@ from pathlib import Path
 
 import torch
 
-from hf_drelay.evaluation.lossless import summarize_lossless
+from hf_drelay.evaluation import lossless
 from hf_drelay.evaluation.records import read_jsonl, weights_sha256
 from hf_drelay.evaluation.summary import markdown, read_rows, summarize
 
 
 _LOSSLESS_COUNTS = ("num_prompts", "num_tokens", "num_different", "num_unexplained")
+_LOSSLESS_FIELDS = {
+    *("task", "prompt", "way", "dtype", "num_tokens", "divergence", "settings", "environment"),
+    *("target", "target_origin", "target_revision", "target_weights_sha256"),
+}
 _SPEED_FIELDS = {"name", "tokens_per_s", "speedup_median", "speedup_quartiles", "num_identical", "by_kind"}
 
 
@@ -93,7 +97,7 @@ def _read_record(path: Path) -> tuple[str, dict | list]:
     shared = set.intersection(*(set(row) if isinstance(row, dict) else set() for row in rows)) if rows else set()
     if {"way", "task", "statistics"} <= shared:
         return "benchmark", read_rows([path])
-    if {"way", "dtype", "divergence"} <= shared:
+    if _LOSSLESS_FIELDS <= shared:
         return "lossless", _lossless_record(rows)
     raise ValueError(
         f"`results` names {path}, which is no result of `hf-drelay benchmark` or `check-lossless`; measure again."
@@ -126,7 +130,7 @@ def _is_lossless_record(record) -> bool:
 def _lossless_record(rows: list[dict]) -> dict:
     summary = {
         f"{record['way']}, {record['dtype']}": {name: record[name] for name in _LOSSLESS_COUNTS}
-        for record in summarize_lossless(rows)
+        for record in lossless.summarize_lossless(rows)
     }
     return {"summary": summary, "rows": rows}
 
@@ -145,6 +149,9 @@ def results_section(records: dict[str, list[dict]]) -> str:
             f"{counts['num_different']} outputs differ from plain decoding, {counts['num_unexplained']} of them by "
             "more than rounding."
         )
+    for record in records["lossless"]:
+        if "rows" in record:
+            parts += [lossless.circumstances(record["rows"]), *_commands(record["rows"])]
     commands = dict.fromkeys(record["command"] for record in records["lossless"] if "command" in record)
     parts += [f"Command: `python {command}`." for command in commands]
     return "\n\n".join(parts) if parts else "Not measured yet."

@@ -142,6 +142,10 @@ def test_rows_of_the_commands_are_results_of_a_card(tmp_path, tiny_folders, suff
         assert done.exit_code == 0, done.output
     section = results_section(read_records(outputs.values()))
     command = json.loads(outputs["benchmark"].read_text().splitlines()[0])["command"]
+    row = json.loads(outputs["check-lossless"].read_text().splitlines()[0])
+    assert "Greedy outputs compared token by token: prompts: 2 of own; at most 16 new tokens" in section
+    assert f"weights {row['target_weights_sha256'][:12]}), float32; {row['environment']['device']}, " in section
+    assert f"Command: `{row['command']}`." in section and row["command"].startswith("hf-drelay ")
     assert "| drafter |" in section and f"Command: `{command}`." in section
     assert "Losslessness, drafter, float32: 2 prompts, 32 tokens, 0 outputs differ" in section
 
