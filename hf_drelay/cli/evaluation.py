@@ -1,6 +1,5 @@
 """`hf-drelay benchmark`, `sweep`, `headroom`, `report` and `check-lossless`: measure drafters and show the figures."""
 
-import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -349,7 +348,9 @@ def _is_piped() -> bool:
 
 
 def _command() -> str:
-    return shlex.join(["hf-drelay", *sys.argv[1:]])
+    from hf_drelay.evaluation.records import command_line
+
+    return command_line("hf-drelay")
 
 
 def _items(text: str) -> list[str]:

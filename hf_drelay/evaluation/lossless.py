@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from .benchmark import BenchmarkConfig
 from .divergence import first_divergence
-from .records import append_rows, describe_target, environment, recover_rows, replace_rows
+from .records import append_rows, describe_target, environment, recover_rows, replace_rows, target_name
 from .tasks import Conversation, encode_conversation, max_prompt_length
 from .timing import timed_generate
 from .ways import Way
@@ -134,7 +134,7 @@ def _circumstances(rows: list[dict]) -> str:
     sha = (row["target_weights_sha256"] or "unknown")[:12]
     return (
         f"Greedy outputs compared token by token: prompts: {data}; at most {settings['max_new_tokens']} new tokens, "
-        f"template mode {settings['template_mode'] or 'default'}; target {row['target']} ({row['target_origin']}, "
+        f"template mode {settings['template_mode'] or 'default'}; target {target_name(row)} ({row['target_origin']}, "
         f"revision {row['target_revision'] or 'unknown'}, weights {sha}), "
         f"{', '.join(dict.fromkeys(other['dtype'] for other in rows))}; {machine['device']}, {machine['cpu_threads']} "
         f"threads, torch {machine['torch']}, transformers {machine['transformers']}, hf_drelay {machine['hf_drelay']}."

@@ -44,9 +44,11 @@ def describe_target(target) -> dict:
     """Name, origin, revision and weight hash of a target, for result rows."""
     if getattr(target, "demo_target_source", None) is not None:
         return describe_demo_target(target)
+    origin = _origin(target.name_or_path)
+    name = target.name_or_path or type(target).__name__
     return {
-        "target": target.name_or_path or type(target).__name__,
-        "target_origin": _origin(target.name_or_path),
+        "target": Path(name).resolve().name if origin == "path" else name,  # where it lies is nobody else's business
+        "target_origin": origin,
         "target_revision": getattr(target.config, "_commit_hash", None),
         "target_weights_sha256": weights_sha256(target),
     }
@@ -159,6 +161,11 @@ def _argument_without_folder(argument: str) -> str:
     if flag.startswith("-") and separator:
         return flag + separator + without_folders(value)
     return without_folders(argument)
+
+
+def target_name(row: dict) -> str:
+    """Name of a row's target; of a path, which rows of older versions hold, the last part."""
+    return Path(row["target"]).name if row["target_origin"] == "path" else row["target"]
 
 
 def without_folders(value):

@@ -7,7 +7,7 @@ from pathlib import Path
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 from .measure import PHASES
-from .records import recover_rows
+from .records import recover_rows, target_name
 from .tasks import ALL_TASKS
 
 
@@ -273,7 +273,7 @@ def circumstances(rows: list[dict]) -> list[str]:
         sentences.append(
             f"{run_name}Prompts: {data}; at most {settings['max_new_tokens']} new tokens, temperature "
             f"{settings['temperature']:g}, seed {settings['seed']}, batch {row['batch_size']}, template mode "
-            f"{settings['template_mode'] or 'default'}. Target {row['target']} ({row['target_origin']}, revision "
+            f"{settings['template_mode'] or 'default'}. Target {target_name(row)} ({row['target_origin']}, revision "
             f"{row['target_revision'] or 'unknown'}, weights {sha}), {row['dtype']}, attention {row['attention']}; "
             f"{machine['device']}, {machine['cpu_threads']} threads, torch {machine['torch']}, transformers "
             f"{machine['transformers']}, hf_drelay {machine['hf_drelay']}. All ways ran interleaved in one process "

@@ -109,7 +109,7 @@ def result_files(folder: Path, words: dict) -> list[Path]:
     return paths
 
 
-def folder_records(folder: str | Path) -> dict[str, list]:
+def folder_records(folder: str | Path) -> dict:
     """What the card of a checkpoint folder shows of its results: those of the drafter in the folder."""
     return read_records(result_files(Path(folder), read_card_file(Path(folder))), folder)
 

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import CommitInfo
 from transformers.utils.hub import convert_file_size_to_int
 
-from hf_drelay.evaluation.records import without_folders
+from hf_drelay.evaluation.records import replace_rows, without_folders
 
 from .card import check_card, eval_result_files, folder_records, read_card_file, render_card, result_files
 from .check import check_files, check_loads_and_is_lossless
@@ -23,6 +23,7 @@ from .checkpoint import EXTRA_FILES, write_checkpoint
 
 AUTO_MAP = {"AutoConfig": "configuration_drelay.DRelayConfig", "AutoModel": "modeling_drelay.DRelayModel"}
 MAX_SHARD_SIZE = "5GB"
+_TEXTS = ("text", "pieces")  # of result rows: answers of the target, to prompts that may be private
 # Removed from the repository when a push does not bring them: stale code or shards would break it.
 _OWNED = ["*.py", "*.safetensors", "*.safetensors.index.json", "results/*", ".eval_results/*"]
 
@@ -339,10 +340,15 @@ def _copy_without_folders(path: Path, copy: Path) -> None:
 
 
 def _write_results(folder: Path, output: Path, records: dict) -> None:
-    """Measured files beside the card that shows them, and the Hub's structured entries made from them."""
+    """Measured files, without generated texts, beside the card, and the Hub's structured entries made from them."""
     for path in result_files(folder, read_card_file(folder)):
         (output / "results").mkdir(exist_ok=True)
-        shutil.copyfile(path, output / "results" / path.name)
+        rows = records["rows"].get(path.name)
+        if rows is None:
+            _copy_without_folders(path, output / "results" / path.name)
+        else:
+            public = [{name: value for name, value in row.items() if name not in _TEXTS} for row in rows]
+            replace_rows(output / "results" / path.name, without_folders(public))
     for name, text in eval_result_files(folder, records).items():
         (output / ".eval_results").mkdir(exist_ok=True)
         (output / ".eval_results" / name).write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ _LOSSLESS_FIELDS = {
 _SPEED_FIELDS = {"name", "tokens_per_s", "speedup_median", "speedup_quartiles", "num_identical", "by_kind"}
 
 
-def read_records(paths, folder: str | Path | None = None) -> dict[str, list]:
+def read_records(paths, folder: str | Path | None = None) -> dict:
     """
     Results by kind, which is told by what a file holds.
 
@@ -29,20 +29,21 @@ def read_records(paths, folder: str | Path | None = None) -> dict[str, list]:
             hash of the weights. The files of the two scripts have no such hash and stay as they are.
 
     Returns:
-        `{"speed": [...], "lossless": [...], "benchmark": [...]}`. Benchmark files are lists of rows; in a losslessness
-        record of the command they are in `rows`.
+        `{"speed": [...], "lossless": [...], "benchmark": [...], "rows": {...}}`. Benchmark files are lists of rows; in
+        a losslessness record of the command they are in `rows`. The last entry holds the rows of both by file name.
 
     Raises:
         ValueError: For a file of another kind, or one that knows other drafters only.
     """
-    records: dict[str, list] = {"speed": [], "lossless": [], "benchmark": []}
+    records: dict = {"speed": [], "lossless": [], "benchmark": [], "rows": {}}
     hashes: dict[str, str | None] = {}
     for path in map(Path, paths):
         kind, record = _read_record(path)
-        if folder is not None and kind == "benchmark":
-            record = _own_rows(path, record, Path(folder), hashes)
-        elif folder is not None and "rows" in record and kind == "lossless":
-            record = _lossless_record(_own_rows(path, record["rows"], Path(folder), hashes))
+        rows = record if kind == "benchmark" else record.get("rows") if kind == "lossless" else None
+        if rows is not None:
+            rows = rows if folder is None else _own_rows(path, rows, Path(folder), hashes)
+            record = rows if kind == "benchmark" else _lossless_record(rows)
+            records["rows"][path.name] = rows
         records[kind].append(record)
     return records
 

@@ -74,7 +74,10 @@ def measured(tiny_folders, tmp_path_factory) -> dict[str, list[dict]]:
     flags += ["--data-dir", folder, "--tasks", "own", "--max-new-tokens", "8", "--quiet"]
     found = {}
     for name in ("benchmark", "check-lossless"):
-        done = CliRunner().invoke(app, [name, *map(str, flags), "--output", str(folder / f"{name}.jsonl")])
+        arguments = [name, *map(str, flags), f"--output={folder / name}.jsonl"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["/home/me/bin/hf-drelay", *arguments])  # rows tell the command
+            done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
         found[name] = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     return found
@@ -457,6 +460,27 @@ def test_rows_of_other_drafters_are_left_out(checkpoint, measured, tmp_path):
     assert "| other" not in card and "Losslessness, other" not in card
     (entries,) = (yaml.safe_load(path.read_text()) for path in (repository / ".eval_results").iterdir())
     assert entries and not any("other" in entry["dataset"]["task_id"] for entry in entries)
+
+
+def test_rows_are_published_without_texts_and_local_paths(checkpoint, measured, tmp_path):
+    rows = [row | {"target": "/home/me/models/target", "target_origin": "path"} for row in measured["benchmark"]]
+    set_results(checkpoint, measured | {"benchmark": rows})
+    repository = build_repository(checkpoint, tmp_path / "repository", "owner/tiny")
+    card = (repository / "README.md").read_text()
+    assert "Target target (path, " in card and "target target (path, " in card
+    assert (
+        "--output=benchmark.jsonl" in card
+        and "`hf-drelay benchmark --target target " in card
+        and "--data-dir measured0" in card
+    )
+    for name in measured:
+        text = (repository / "results" / f"{name}.jsonl").read_text()
+        found = [json.loads(line) for line in text.splitlines()]
+        assert found and {row.get("drafter") for row in found} <= {"drafter", None}
+        assert not any({"text", "pieces"} & row.keys() for row in found)
+    for path in repository.rglob("*"):
+        text = path.read_bytes() if path.is_file() else b""
+        assert b"/home/me" not in text and str(tmp_path.parent).encode() not in text, path
 
 
 def test_rows_without_a_command_name_none(checkpoint, measured, tmp_path):
