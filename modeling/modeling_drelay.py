@@ -214,7 +214,7 @@ class DRelayModel(DRelayPreTrainedModel):
         uploaded only when it loads in a clean process and drafts losslessly there.
 
         That takes the package `hf_drelay`. A model whose code came with a repository (`trust_remote_code=True`) is
-        pushed as transformers pushes any other: weights, configuration and that code, unchecked.
+        pushed as transformers pushes any other: weights, configuration and that code, unchecked; `private` is refused.
 
         Args:
             repo_id (`str`): `owner/name`, or a name under the account that is logged in.
@@ -229,6 +229,13 @@ class DRelayModel(DRelayPreTrainedModel):
         push_model = getattr(sys.modules.get(__name__.partition(".")[0]), "push_model", None)
         if push_model is not None:
             return push_model(self, repo_id, **options)
+        if options.get("private") is not None:
+            # The Hub ignores it where the repository exists, and this code can reach no client that would tell.
+            raise ValueError(
+                f"`private` is {options['private']}, which cannot be ensured without `hf_drelay`: a repository that "
+                "exists keeps its visibility. Make the repository with the one you want and leave `private` out, or "
+                "install `hf_drelay` and load the drafter with `hf_drelay.DRelayModel.from_pretrained`."
+            )
         logger.warning(
             "Pushing weights, configuration and code without a model card and unchecked. For a complete repository "
             "install `hf_drelay` and load the drafter with `hf_drelay.DRelayModel.from_pretrained`."

@@ -577,7 +577,7 @@ from transformers import AutoModel
 seen = {}
 class Api:
     def create_repo(self, repo_id, **options):
-        seen["create"] = [repo_id, options["private"]]
+        seen["create"] = seen["first"] = [repo_id, options["private"]]
         return SimpleNamespace(repo_id=repo_id)
 def stub_card(repo_id, tags=None, token=None):
     return ModelCard.from_template(ModelCardData(tags=tags), template_str="---\\n{{ card_data }}\\n---\\n")
@@ -589,19 +589,25 @@ def upload(self, working_dir, repo_id, *arguments, **options):
 hub.hf_api, hub.create_and_tag_model_card = Api, stub_card
 hub.PushToHubMixin._upload_modified_files = upload
 drelay = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)
-seen["answer"] = drelay.push_to_hub("owner/tiny", private=True, revision="next", create_pr=True, tags=["mine"])
+seen["answer"] = drelay.push_to_hub("owner/tiny", revision="next", create_pr=True, tags=["mine"])
 try:
     drelay.push_to_hub("owner/tiny", card={})
 except TypeError as error:
     seen["error"] = str(error)
+del seen["create"]
+try:
+    drelay.push_to_hub("owner/tiny", private=True)
+except ValueError as error:
+    seen["refused"] = str(error)
 print(json.dumps(seen))
 """
     seen = run_without_package(script, tmp_path, repository)
-    assert seen["answer"] == "commit" and seen["create"] == ["owner/tiny", True] and seen["options"] == ["next", True]
+    assert seen["answer"] == "commit" and seen["first"] == ["owner/tiny", None] and seen["options"] == ["next", True]
     assert {"config.json", "model.safetensors", "modeling_drelay.py", "draft_trace.py"} <= set(seen["names"])
     assert all(tag in seen["card"] for tag in ("speculative-decoding", "custom_code", "hf-drelay", "mine"))
     assert "without a model card and unchecked" in seen["stderr"] and "`hf_drelay.DRelayModel" in seen["stderr"]
     assert "card" in seen["error"]
+    assert "`private` is True, which cannot be ensured" in seen["refused"] and "create" not in seen
 
 
 def test_pipeline_of_a_repository_is_lossless_without_the_package_and_after_saving_it_twice(
