@@ -8,6 +8,12 @@ import yaml
 from .card import CARD_FILE, REQUIRED, load_words
 
 
+# Fields that do not decide how is drafted: what saving and loading change, and the name by which the target is found,
+# which publishing itself asks to be set.
+_OTHER_FIELDS = {
+    *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
+    *("target_name_or_path", "target_revision"),
+}
 EXTRA_FILES = ("training_log.json", "LICENSE")
 
 
@@ -15,9 +21,9 @@ def write_checkpoint(model, folder: str | Path, card: dict | str | Path | None =
     """
     Write the folder that [`build_repository`] publishes.
 
-    The folder that the model was loaded from says what belongs to it: card, results, recipes, training log, and the
-    type the weights are stored in. It is asked only while its weights are those of the model, because whatever was
-    measured with other weights is not true of these.
+    The folder that the model was loaded from says what belongs to it. Recipes, training log and the type the weights
+    are stored in are taken from it while its weights are those of the model; its card with the results only while its
+    configuration is too, because whatever was measured with other weights or defaults is not true of these.
 
     Args:
         model (`DRelayModel`): The drafter.
@@ -35,10 +41,11 @@ def write_checkpoint(model, folder: str | Path, card: dict | str | Path | None =
     folder = Path(folder)
     model.save_pretrained(folder)
     source = Path(model.name_or_path) if model.name_or_path else None
-    is_unchanged = source is not None and _has_same_weights(folder, source)
-    words, base = _words(model, card, source, is_unchanged)
+    has_same_weights = source is not None and _has_same_weights(folder, source)
+    change = _changed_fields(folder, source) if has_same_weights else "the weights differ"
+    words, base = _words(card, source, change)
     words["results"] = [str((base / name).resolve()) for name in words.get("results") or []]
-    if is_unchanged:
+    if has_same_weights:
         for path in folder.glob("*.safetensors*"):
             path.unlink()
         recipes = [path.name for path in source.glob("*.yaml")]
@@ -50,15 +57,15 @@ def write_checkpoint(model, folder: str | Path, card: dict | str | Path | None =
     return folder
 
 
-def _words(model, card, source: Path | None, is_unchanged: bool) -> tuple[dict, Path]:
-    """Entries of the card, and the folder that its results are relative to."""
+def _words(card, source: Path | None, change: str | None) -> tuple[dict, Path]:
+    """Entries of the card, and the folder that its results are relative to; `change` is what differs from `source`."""
     if isinstance(card, dict):
         return dict(card), Path.cwd()
     has_card = source is not None and (source / CARD_FILE).is_file()
-    if card is None and has_card and not is_unchanged:
+    if card is None and has_card and change is not None:
         raise ValueError(
-            f"`card` is missing: the weights are no longer those of {source}, so its `{CARD_FILE}` and results tell "
-            "nothing about them. Measure again, and pass `card` with what is true of these weights."
+            f"`card` is missing: {change} from {source}, so its `{CARD_FILE}` and results tell nothing "
+            "about this drafter. Measure again, and pass `card` with what is true of it."
         )
     if card is None and not has_card:
         example = "{'license': 'apache-2.0', 'language': ['en'], 'training': 'What it was trained on.'}"
@@ -85,3 +92,13 @@ def _has_same_weights(saved: Path, source: Path) -> bool:
         ours[name].shape == tensor.shape and torch.equal(ours[name], tensor.to(ours[name].dtype))
         for name, tensor in theirs.items()
     )
+
+
+def _changed_fields(saved: Path, source: Path) -> str | None:
+    """The configuration's fields in `saved` that `source` has otherwise, as the subject of a sentence."""
+    from hf_drelay import DRelayConfig
+
+    ours, theirs = (DRelayConfig.from_pretrained(folder).to_dict() for folder in (saved, source))
+    names = sorted(name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name))
+    names = [f"`{name}`" for name in names if name not in _OTHER_FIELDS]
+    return f"the configuration ({', '.join(names)}) differs" if names else None

@@ -413,12 +413,24 @@ def test_model_is_published_as_it_is_now_and_stored_as_it_was(checkpoint, tiny_f
     save_file(half, checkpoint / "model.safetensors", metadata={"format": "pt"})
     drelay = DRelayModel.from_pretrained(checkpoint, dtype=torch.float32)
     drelay.config.loop_gate = -0.75
-    drelay.push_to_hub("tiny", target=str(tiny_folders.target))
+    with pytest.raises(ValueError, match=r"`card` is missing: the configuration \(`loop_gate`\) differs from"):
+        drelay.push_to_hub("tiny", target=str(tiny_folders.target))
+    words = {"license": "mit", "language": ["en"], "training": "As before."}
+    drelay.push_to_hub("tiny", target=str(tiny_folders.target), card=words)
+    assert "training_log.json" in hub.files and "recipe.yaml" in hub.files
     assert hub.calls["upload"]["repo_id"] == "me/tiny", "a bare name belongs to the account"
     assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
     config = json.loads(hub.files["config.json"])
     assert (config["loop_gate"], config["dtype"]) == (-0.75, "float32")
     assert b'from_pretrained("me/tiny", trust_remote_code=True)' in hub.files["README.md"]
+
+
+def test_card_stays_true_when_the_target_gets_its_public_name(checkpoint, tiny_folders, hub, unchecked):
+    set_config(checkpoint, target_name_or_path=str(tiny_folders.target))
+    drelay = DRelayModel.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    drelay.config.target_name_or_path = TARGET_ID
+    drelay.push_to_hub("owner/tiny", target=str(tiny_folders.target))
+    assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
 
 
 def test_model_in_memory_is_published_with_the_words_that_it_gets(checkpoint, tiny_folders, hub, unchecked, tmp_path):
@@ -442,7 +454,7 @@ def test_results_of_other_weights_are_not_published(checkpoint, tiny_folders, hu
     drelay = DRelayModel.from_pretrained(checkpoint)
     with torch.no_grad():
         next(drelay.drafter.parameters()).add_(1)
-    with pytest.raises(ValueError, match="the weights are no longer those of"):
+    with pytest.raises(ValueError, match="the weights differ from"):
         drelay.push_to_hub("owner/tiny", target=str(tiny_folders.target))
     assert not hub.files
     words = {"license": "mit", "language": ["en"], "training": "Some more."}
