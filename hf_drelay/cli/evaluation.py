@@ -89,7 +89,7 @@ def benchmark(
     from hf_drelay.evaluation.ways import standard_ways
 
     with errors_as_sentences():
-        options, gate = _parse_options(option), None if loop_gate is None else _fixed_gate(loop_gate)
+        options, gate = _parse_options(option, "max_stages"), None if loop_gate is None else _fixed_gate(loop_gate)
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
         config = _config(**settings, seed=seed, repeats=repeats, template_mode=template_mode)
         conversations, sources = _load_prompts(tasks, data_dir, num_prompts, seed)
@@ -133,7 +133,7 @@ def sweep(
     from hf_drelay.targets import resolve_drafter
 
     with errors_as_sentences():
-        options = _parse_options(option)
+        options = _parse_options(option, "max_stages", "num_draft_tokens")
         gates = [_sweep_gate(text) for text in _items(loop_gates)]
         tokens = [None if text == "all" else _whole(text, "num-draft-tokens") for text in _items(num_draft_tokens)]
         points = grid.sweep_options(gates, [_whole(text, "max-stages") for text in _items(max_stages)], tokens)
@@ -381,18 +381,30 @@ def _sweep_gate(text: str) -> float | str | None:
     return "auto" if text == "auto" else parse_loop_gate(text)
 
 
-def _parse_options(pairs: list[str] | None) -> dict:
-    """Options of `with_options` from NAME=VALUE, values read as YAML."""
+def _parse_options(pairs: list[str] | None, *flags: str) -> dict:
+    """Options of `with_options` from NAME=VALUE, values read as YAML; those in `flags` have a flag of their own."""
+    from dataclasses import fields
+
     import yaml
 
+    from hf_drelay.modeling.draft_view import DraftOptions
+
+    known = sorted({f.name for f in fields(DraftOptions)} - {"loop_gate", *flags})
     options = {}
     for pair in pairs or []:
         name, separator, value = pair.partition("=")
+        name = name.replace("-", "_")
         if not separator or not name:
             raise ValueError(f"`--option` is {pair!r}; give NAME=VALUE, such as num_draft_tokens=2.")
         if name == "loop_gate":
             raise ValueError("`--option loop_gate=...` is not taken: the gate is what the ways differ in.")
-        options[name.replace("-", "_")] = yaml.safe_load(value)
+        if name in flags:
+            raise ValueError(f"`--option` is {pair!r}; give that as `--{name.replace('_', '-')}` instead.")
+        if name not in known:
+            raise ValueError(f"`--option` is {pair!r}, but {name!r} is no option; expected one of {', '.join(known)}.")
+        if name in options:
+            raise ValueError(f"`--option` gives {name!r} twice; keep one of both.")
+        options[name] = yaml.safe_load(value)
     return options
 
 

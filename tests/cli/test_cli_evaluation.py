@@ -75,6 +75,11 @@ class TestBenchmarkAndReport:
             (("--tasks", ","), "names nothing"),
             (("--option", "num_draft_tokens"), "give NAME=VALUE"),
             (("--option", "loop_gate=-1"), "the gate is what the ways differ in"),
+            (("--option", "blocks=2"), "'blocks' is no option; expected one of confidence_threshold, decoding_loop"),
+            (("--option", "gate=-1"), "'gate' is no option"),
+            (("--max-stages", "3", "--option", "max_stages=2"), "give that as `--max-stages` instead"),
+            (("--option", "max-stages=2"), "give that as `--max-stages` instead"),
+            (("--option", "num-draft-tokens=2", "--option", "num_draft_tokens=1"), "'num_draft_tokens' twice"),
             (("--loop-gate", "off"), "`--loop-gate` is 'off'"),
             (("--template-mode", "loud"), "use thinking or non_thinking"),
             (("--top-p", "0.5"), "no effect at `temperature` 0"),
@@ -110,6 +115,10 @@ class TestSweep:
     def test_block_size_of_weights_that_depend_on_it_is_refused(self, saved, tmp_path):
         result = run("sweep", *saved[1], "--block-sizes", "3", "--output", tmp_path / "rows.json")
         assert result.exit_code == 2 and "belong to `block_size` 5" in result.stderr
+
+    def test_option_that_the_grid_sets_is_refused(self, saved, tmp_path):
+        result = run("sweep", *saved[1], "--option", "num_draft_tokens=1", "--output", tmp_path / "rows.json")
+        assert result.exit_code == 2 and "give that as `--num-draft-tokens` instead" in result.stderr
 
 
 class TestHeadroomAndLossless:
