@@ -112,7 +112,7 @@ def run_benchmark(
     run_id = _run_id(circumstances, ways)
     rows = _whole_turns(Path(output), [way.name for way in ways], run_id, resume)
     done = {(row["task"], row["prompt"], row["turn"]): row for row in rows if row["way"] == PLAIN}
-    _check_same_prompts(Path(output), done, conversations)
+    check_same_prompts(Path(output), done, conversations)
     is_warm = False
     total = sum(len(conversation.turns) for conversation in conversations)
     with tqdm(total=total, unit="turn", disable=quiet) as bar:
@@ -134,7 +134,7 @@ def run_benchmark(
                     key = {"task": conversation.task, "prompt": conversation.index, "turn": turn}
                     new = _measure_turn(target, tokenizer, prompt, ways, config, key)
                     shared = {"run": run_id, "source": (sources or {}).get(conversation.task), "command": command}
-                    shared |= circumstances | {"turns_sha256": _turns_sha256(conversation, turn)}
+                    shared |= circumstances | {"turns_sha256": turns_sha256(conversation, turn)}
                     new = [row | shared for row in new]
                     append_rows(output, new)
                     rows += new
@@ -182,16 +182,17 @@ def _whole_turns(output: Path, names: list[str], run_id: str, resume: bool) -> l
     return whole
 
 
-def _turns_sha256(conversation: Conversation, turn: int) -> str:
+def turns_sha256(conversation: Conversation, turn: int) -> str:
+    """Hash of what the user says up to this turn."""
     return hashlib.sha256(json.dumps(conversation.turns[: turn + 1]).encode()).hexdigest()[:16]
 
 
-def _check_same_prompts(output: Path, done: dict[tuple, dict], conversations: list[Conversation]) -> None:
+def check_same_prompts(output: Path, done: dict[tuple, dict], conversations: list[Conversation]) -> None:
     """Raise a `ValueError` when a prompt that has rows says something else now."""
     for conversation in conversations:
         for turn in range(len(conversation.turns)):
             row = done.get((conversation.task, conversation.index, turn))
-            if row is not None and row["turns_sha256"] != _turns_sha256(conversation, turn):
+            if row is not None and row.get("turns_sha256") != turns_sha256(conversation, turn):
                 raise ValueError(
                     f"`output` {output} has rows of {conversation.task} prompt {conversation.index}, whose text has "
                     "changed since. Use the same prompts to resume, or give another name."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm.auto import tqdm
 
-from .benchmark import BenchmarkConfig
+from .benchmark import BenchmarkConfig, check_same_prompts, turns_sha256
 from .divergence import first_divergence
 from .records import append_rows, describe_target, environment, recover_rows, replace_rows, target_name
 from .tasks import Conversation, encode_conversation, max_prompt_length
@@ -37,7 +37,8 @@ def check_lossless(
         gap of the target's two best logits is within rounding.
 
     Raises:
-        ValueError: If the temperature is not 0, or `output` has rows of this type and `resume` is off.
+        ValueError: If the temperature is not 0, `output` has rows of this type and `resume` is off, or its rows are of
+            other settings, ways or prompts.
     """
     if config.temperature > 0:
         raise ValueError(
@@ -61,8 +62,10 @@ def check_lossless(
                 f"{row['target_weights_sha256']}). Use the same ones to resume, or give another name."
             )
     _check_same_ways(output, own, ways)
+    conversations = list(conversations)
+    check_same_prompts(output, {(row["task"], row["prompt"], 0): row for row in own}, conversations)
     done = {(row["task"], row["prompt"], row["way"]) for row in own}
-    for conversation in tqdm(list(conversations), desc=dtype, unit="prompt", disable=quiet):
+    for conversation in tqdm(conversations, desc=dtype, unit="prompt", disable=quiet):
         key = {"task": conversation.task, "prompt": conversation.index}
         due = [way for way in ways if (*key.values(), way.name) not in done]
         if not due:
@@ -73,6 +76,7 @@ def check_lossless(
         plain_ids, _ = timed_generate(target, inputs, config.seed, **config.generate_arguments())
         new = []
         shared = {"settings": settings, "environment": environment(), "command": command}
+        shared |= {"turns_sha256": turns_sha256(conversation, 0)}
         for way in due:
             new_ids, _ = timed_generate(target, inputs, config.seed, **(config.generate_arguments() | way.arguments()))
             divergence = first_divergence(target, inputs["input_ids"], plain_ids, new_ids)

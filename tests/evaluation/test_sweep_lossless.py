@@ -100,6 +100,13 @@ class TestLossless:
         with pytest.raises(ValueError, match="`temperature` is 1"):
             check_lossless(*parts, CONVERSATIONS[:1], BenchmarkConfig(9, 1.0), output, quiet=True)
 
+    def test_prompts_that_changed_are_refused(self, parts, tmp_path):
+        output = tmp_path / "rows.json"
+        check_lossless(*parts, CONVERSATIONS[:2], CONFIG, output, quiet=True)
+        changed = [CONVERSATIONS[0], Conversation("gsm8k", 1, ("another text",))]
+        with pytest.raises(ValueError, match="rows of gsm8k prompt 1, whose text has changed"):
+            check_lossless(*parts, changed, CONFIG, output, resume=True, quiet=True)
+
     def test_rows_of_another_drafter_under_the_same_name_are_refused(self, parts, tiny, tmp_path):
         target, tokenizer, _ = parts
         output = tmp_path / "rows.json"
