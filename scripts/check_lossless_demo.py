@@ -89,6 +89,7 @@ def main() -> None:
         record["prompts"].append(row)
         write_json(arguments.output, record | summarize(record["prompts"], list(views)))
     summary = summarize(record["prompts"], list(views))
+    write_json(arguments.output, record | summary)
     print(json.dumps(summary, indent=1))
     sys.exit(any(entry["num_unexplained"] for entry in summary["summary"].values()))
 
