@@ -305,9 +305,11 @@ class TestCostAwareGate:
         assert first.round_widths[:3] == [1, 1, 1] and second.round_widths[0] > 1
         assert second.statistics.num_plain_rounds < first.statistics.num_plain_rounds
 
-    def test_a_pause_ends_with_its_text(self, tiny, ticking):
-        (_, (second, *_)) = self.measure(tiny, ticking, draft_ms=200.0, num_calls=2)
-        assert second.round_widths[0] > 1
+    def test_dear_drafting_waits_until_a_text_can_afford_its_loss(self, tiny, ticking):
+        """A round of more than two plain steps: four percent of some forty tokens pay for one that commits one."""
+        (_, (second, *_)) = self.measure(tiny, ticking, draft_ms=14.0, num_calls=2)
+        first = next(i for i, width in enumerate(second.round_widths) if width > 1)
+        assert 32 < first < 60 and set(second.round_widths[:first]) == {1}
 
 
 def ticking_ms(result: Measurement) -> float:

@@ -77,7 +77,7 @@ def make_drelay(layout) -> DRelayModel:
     objective = JointObjective(drelay, adapter, ObjectiveConfig())
     optimizer = torch.optim.Adam(drelay.parameters(), lr=3e-3)
     anchors = torch.arange(PROMPT_LENGTH, ids.shape[1] - 1)[None]
-    for _ in range(12):
+    for _ in range(16):
         optimizer.zero_grad()
         objective(states, ids, torch.tensor([ids.shape[1]]), anchors)[0].backward()
         optimizer.step()

@@ -132,7 +132,8 @@ def test_results_of_the_same_name_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["json", "jsonl"])
-def test_rows_of_the_commands_are_results_of_a_card(tmp_path, tiny_folders, suffix):
+def test_rows_of_the_commands_are_results_of_a_card(tmp_path, tiny_folders, monkeypatch, suffix):
+    monkeypatch.setattr("sys.argv", ["hf-drelay", "COMMAND", "--quiet"])
     (tmp_path / "own.jsonl").write_text('{"turns": ["abcab"]}\n{"turns": ["kjihg"]}\n')
     arguments = ["--target", str(tiny_folders.target), "--drafter", str(tiny_folders.drafter)]
     arguments += ["--data-dir", str(tmp_path), "--tasks", "own", "--max-new-tokens", "16", "--quiet"]
