@@ -159,7 +159,8 @@ def card_data(words: dict, config: dict, records: dict, repo_id: str, tags: Sequ
             dataset_type=entry["dataset"],
             dataset_name=entry["dataset"],
             metric_type="speedup",
-            metric_name=f"speedup, {entry['way']}",
+            metric_name=f"speedup, {entry['way']}"
+            + (f", temperature {entry['temperature']:g}" if entry["temperature"] else ""),
             metric_value=round(entry["speedup"], 4),
         )
         for entry in measurements(records, words["result_datasets"])

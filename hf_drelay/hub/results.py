@@ -220,14 +220,14 @@ def measurements(records: dict[str, list[dict]], datasets: dict[str, str]) -> li
             not in it has no entry.
 
     Returns:
-        Dictionaries with `dataset`, `task_id`, `prompts`, `way`, `speedup`, `num_prompts`, `notes`.
+        Dictionaries with `dataset`, `task_id`, `prompts`, `way`, `temperature`, `speedup`, `num_prompts`, `notes`.
 
     Raises:
         ValueError: If two measurements would have the same data set and task id, so that one hides the other.
     """
     found = [
-        {"task_id": f"speedup_{entry['way'].replace(' + ', '_').replace(' ', '_').lower()}"} | entry
-        for entry in [*_of_rows(records, datasets), *_of_scripts(records, datasets)]
+        {"task_id": _task_id(entry)} | entry
+        for entry in (*_of_rows(records, datasets), *_of_scripts(records, datasets))
     ]
     names = [(entry["dataset"], entry["task_id"]) for entry in found]
     double = next((name for name in names if names.count(name) > 1), None)
@@ -239,6 +239,20 @@ def measurements(records: dict[str, list[dict]], datasets: dict[str, str]) -> li
     return found
 
 
+def _task_id(entry: dict) -> str:
+    name = f"speedup_{entry['way'].replace(' + ', '_').replace(' ', '_').lower()}"
+    return f"{name}_t{entry['temperature']:g}" if entry["temperature"] else name
+
+
+def _notes(way: str, num_prompts: int, settings: dict, dtype: str, environment: dict) -> str:
+    """`settings` has the temperature and the limit of new tokens."""
+    return (
+        f"{way}; temperature {float(settings['temperature']):g}, {dtype}, at most {settings['max_new_tokens']} "
+        f"new tokens; median over {num_prompts} prompts of tokens/s against plain generate(); "
+        f"{environment['cpu_threads']} threads of {environment['device']}"
+    )
+
+
 def _of_rows(records: dict[str, list], datasets: dict[str, str]) -> list[dict]:
     return [
         {
@@ -247,11 +261,12 @@ def _of_rows(records: dict[str, list], datasets: dict[str, str]) -> list[dict]:
             "way": record["way"],
             "speedup": record["speedup"][1],
             "num_prompts": record["num_prompts"],
-            "notes": f"{record['way']}; median over {record['num_prompts']} prompts of tokens/s against plain "
-            f"generate(); {rows[0]['environment']['cpu_threads']} threads of {rows[0]['environment']['device']}",
+            "temperature": row["settings"]["temperature"],
+            "notes": _notes(record["way"], record["num_prompts"], row["settings"], row["dtype"], row["environment"]),
         }
         for rows in records["benchmark"]
         for record in summarize(rows)
+        for row in [next(row for row in rows if row["run"] == record["run"])]
         if record["statistics"] is not None and record["kind"] == "drafter" and record["task"] in datasets
     ]
 
@@ -264,9 +279,14 @@ def _of_scripts(records: dict[str, list], datasets: dict[str, str]) -> list[dict
             "way": row["name"],
             "speedup": entry["speedup_median"],
             "num_prompts": entry["num_prompts"],
-            "notes": f"{row['name']}, {record['arguments']['decoding_loop']} loop; median over "
-            f"{entry['num_prompts']} prompts of tokens/s against plain generate(); "
-            f"{record['environment']['cpu_threads']} threads of {record['environment']['device']}",
+            "temperature": float(record["arguments"]["temperature"]),  # the script writes its flags as texts
+            "notes": _notes(
+                f"{row['name']}, {record['arguments']['decoding_loop']} loop",
+                entry["num_prompts"],
+                record["arguments"],
+                "float32",  # the script knows no other
+                record["environment"],
+            ),
         }
         for record in records["speed"]
         for row in record["rows"]

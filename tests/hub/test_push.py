@@ -518,6 +518,19 @@ def test_rows_of_weights_in_another_type_are_those_of_the_drafter(checkpoint, me
     assert (build_repository(checkpoint, tmp_path / "repository") / "README.md").is_file()
 
 
+def test_structured_entries_tell_temperature_type_and_length(checkpoint, measured, tmp_path):
+    sampled = [row | {"settings": row["settings"] | {"temperature": 0.7}} for row in measured["benchmark"]]
+    rows = {"greedy": measured["benchmark"], "sampled": sampled}
+    set_results(checkpoint, rows, result_datasets={"own": "me/own"})
+    repository = build_repository(checkpoint, tmp_path / "repository", "owner/tiny")
+    entries = yaml.safe_load((repository / ".eval_results" / "own.yaml").read_text())
+    notes = {entry["dataset"]["task_id"]: entry["notes"] for entry in entries}
+    assert "drafter; temperature 0, float32, at most 8 new tokens; median over 1 prompts" in notes["speedup_drafter"]
+    assert "drafter; temperature 0.7, float32, at most 8" in notes["speedup_drafter_t0.7"]
+    names = {result.metric_name for result in ModelCard.load(repository / "README.md").data.eval_results}
+    assert {"speedup, drafter", "speedup, drafter, temperature 0.7"} <= names
+
+
 def test_measurements_that_hide_each_other_are_refused(checkpoint, measured, tmp_path):
     rows = measured["benchmark"]
     set_results(checkpoint, {"first": rows, "second": rows}, result_datasets={"own": "me/own"})
