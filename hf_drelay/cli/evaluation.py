@@ -175,7 +175,7 @@ def headroom(
 ) -> None:
     """How much a selector could win over the drafter's own choice, and how much this one wins."""
     from hf_drelay.evaluation.headroom import check_analysis, greedy_responses, headroom_table, measure_headroom
-    from hf_drelay.evaluation.records import describe_drafter, describe_target, environment, write_json
+    from hf_drelay.evaluation.records import cut_prompts, describe_drafter, describe_target, environment, write_json
     from hf_drelay.evaluation.tasks import encode_conversation, max_prompt_length
 
     with errors_as_sentences():
@@ -187,14 +187,22 @@ def headroom(
         drelay, limit = drafters[0][1], max_prompt_length(model, max_new_tokens)
         check_analysis(drelay, options)  # before minutes of decoding
         prompts = [encode_conversation(tokenizer, c.turns[:1], (), config.template_mode, limit) for c in conversations]
+        num_cut = sum(prompt.num_cut > 0 for prompt in prompts)
         quiet = quiet or _is_piped()
         responses = greedy_responses(model, prompts, max_new_tokens, quiet=quiet)
         found = measure_headroom(drelay, model, responses, max_cases, quiet=quiet, **options).to_dict()
         record = {"command": _command(), "environment": environment(), **describe_target(model)}
         record |= describe_drafter(drelay)
-        record |= {"sources": sources, "num_prompts": len(prompts), "max_new_tokens": max_new_tokens, "seed": seed}
+        record |= {
+            "sources": sources,
+            "num_prompts": len(prompts),
+            "num_prompts_cut": num_cut,
+            "max_new_tokens": max_new_tokens,
+            "seed": seed,
+        }
         write_json(output, record | {"options": options, "headroom": found})
         typer.echo(headroom_table(found))
+        typer.echo(f"{len(prompts)} prompts{cut_prompts(num_cut)}.")
 
 
 def report(

@@ -9,7 +9,7 @@ from tqdm.auto import tqdm
 
 from .benchmark import BenchmarkConfig, check_same_prompts, turns_sha256
 from .divergence import first_divergence
-from .records import append_rows, describe_target, environment, recover_rows, replace_rows, target_name
+from .records import append_rows, cut_prompts, describe_target, environment, recover_rows, replace_rows, target_name
 from .tasks import Conversation, encode_conversation, max_prompt_length
 from .timing import timed_generate
 from .ways import Way
@@ -76,7 +76,7 @@ def check_lossless(
         plain_ids, _ = timed_generate(target, inputs, config.seed, **config.generate_arguments())
         new = []
         shared = {"settings": settings, "environment": environment(), "command": command}
-        shared |= {"turns_sha256": turns_sha256(conversation, 0)}
+        shared |= {"turns_sha256": turns_sha256(conversation, 0), "prompt_tokens_cut": prompt.num_cut}
         for way in due:
             new_ids, _ = timed_generate(target, inputs, config.seed, **(config.generate_arguments() | way.arguments()))
             divergence = first_divergence(target, inputs["input_ids"], plain_ids, new_ids)
@@ -134,7 +134,8 @@ def _circumstances(rows: list[dict]) -> str:
     counts: dict[str, set] = {}
     for other in rows:
         counts.setdefault(other["task"], set()).add(other["prompt"])
-    data = ", ".join(f"{len(prompts)} of {task}" for task, prompts in counts.items())
+    num_cut = len({(other["task"], other["prompt"]) for other in rows if other.get("prompt_tokens_cut")})
+    data = ", ".join(f"{len(prompts)} of {task}" for task, prompts in counts.items()) + cut_prompts(num_cut)
     sha = (row["target_weights_sha256"] or "unknown")[:12]
     return (
         f"Greedy outputs compared token by token: prompts: {data}; at most {settings['max_new_tokens']} new tokens, "

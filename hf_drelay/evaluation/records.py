@@ -163,6 +163,14 @@ def _argument_without_folder(argument: str) -> str:
     return without_folders(argument)
 
 
+def cut_prompts(num_cut: int) -> str:
+    """The end of a sentence about prompts, where some had to be cut to leave room for the answer; else nothing."""
+    if not num_cut:
+        return ""
+    who = "1 prompt lost its" if num_cut == 1 else f"{num_cut} prompts lost their"
+    return f"; {who} beginning to leave room for the answer"
+
+
 def target_name(row: dict) -> str:
     """Name of a row's target; of a path, which rows of older versions hold, the last part."""
     return Path(row["target"]).name if row["target_origin"] == "path" else row["target"]

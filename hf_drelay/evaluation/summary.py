@@ -7,7 +7,7 @@ from pathlib import Path
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 from .measure import PHASES
-from .records import recover_rows, target_name
+from .records import cut_prompts, recover_rows, target_name
 from .tasks import ALL_TASKS
 
 
@@ -266,7 +266,8 @@ def circumstances(rows: list[dict]) -> list[str]:
         counts = {}
         for other in chosen:
             counts.setdefault(other["source"] or other["task"], set()).add(other["prompt"])
-        data = ", ".join(f"{len(prompts)} of {source}" for source, prompts in counts.items())
+        num_cut = len({(other["task"], other["prompt"]) for other in chosen if other.get("prompt_tokens_cut")})
+        data = ", ".join(f"{len(prompts)} of {source}" for source, prompts in counts.items()) + cut_prompts(num_cut)
         sha = (row["target_weights_sha256"] or "unknown")[:12]
         run_name = f"[{label}] " if len(labels) > 1 else ""
         is_compiled = any(other["kind"] == "compiled" for other in chosen)

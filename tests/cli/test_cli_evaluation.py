@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_drelay import cli
+from hf_drelay.evaluation import lossless, summary
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,22 @@ class TestHeadroomAndLossless:
         record = json.loads((tmp_path / "headroom.json").read_text())
         assert record["headroom"]["num_errors"] <= record["headroom"]["num_blocks"] and record["num_prompts"] == 4
         assert record["target_weights_sha256"] and "oracle gain" in result.stdout
+
+    def test_prompts_that_lost_their_beginning_are_counted(self, saved, tmp_path):
+        """The target has room for 512 tokens; the last prompt does not fit."""
+        (tmp_path / "own.jsonl").write_text('{"turns": ["abc"]}\n' + json.dumps({"turns": ["abc " * 600]}) + "\n")
+        flags = [*saved[1], "--data-dir", tmp_path, "--tasks", "own", "--max-cases", 0]
+        result = run("headroom", *flags, "--output", tmp_path / "headroom.json")
+        assert result.exit_code == 0, result.output
+        assert json.loads((tmp_path / "headroom.json").read_text())["num_prompts_cut"] == 1
+        words = "1 prompt lost its beginning"
+        assert f"2 prompts; {words}" in result.stdout
+        for name, circumstances in (("check-lossless", lossless.circumstances), ("benchmark", summary.circumstances)):
+            result = run(name, *flags[:-2], "--output", tmp_path / f"{name}.jsonl")
+            assert result.exit_code == 0, result.output
+            rows = read(tmp_path / f"{name}.jsonl")
+            assert [row["prompt"] for row in rows if row["prompt_tokens_cut"]].count(1) * 2 == len(rows)
+            assert f"2 of own{'.jsonl' if name == 'benchmark' else ''}; {words}" in "".join(circumstances(rows))
 
     def test_lossless_in_two_types(self, saved, tmp_path):
         types = ["--dtype", "float32", "--dtype", "bfloat16"]
