@@ -158,7 +158,7 @@ def sweep(
 
 
 def headroom(
-    output: Output,
+    output: Annotated[Path, typer.Option(help="JSON file to write, at the end; one that is there is replaced.")],
     target: Target = None,
     drafter: Drafter = None,
     tasks: Tasks = ALL,

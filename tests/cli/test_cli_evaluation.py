@@ -123,6 +123,12 @@ class TestSweep:
 
 
 class TestHeadroomAndLossless:
+    @pytest.mark.parametrize("name", ["benchmark", "sweep", "headroom", "check-lossless"])
+    def test_help_speaks_of_resuming_where_there_is_such_a_flag(self, name):
+        """The flag itself, and the output that it goes on with."""
+        text = CliRunner().invoke(cli.app, [name, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).stdout
+        assert text.count("--resume") == (0 if name == "headroom" else 2)
+
     def test_headroom_is_written_with_its_circumstances(self, saved, tmp_path):
         result = run("headroom", *saved[1], "--num-prompts", 2, "--output", tmp_path / "headroom.json")
         assert result.exit_code == 0, result.output
