@@ -69,6 +69,8 @@ def batch(toolbox):
 def test_kinds_of_tokens_are_those_of_plain_decoding(toolbox, monkeypatch, kind, name, chunk):
     if name != "token_type_ids" and toolbox.version < (5, 24):
         pytest.skip("plain decoding of older versions leaves this input to the target")
+    if chunk is not None and toolbox.version < (5, 24):
+        pytest.skip("known to differ: kinds of tokens in a chunked prefill of older versions")
     target, (ids, kwargs) = built(toolbox, kind), batch(toolbox)
     plain = target.generate(ids, **kwargs)
     # The last token of one row is of another kind than that of the other.
