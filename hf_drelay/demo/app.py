@@ -106,10 +106,16 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
                 loops = gr.Checkbox(
                     defaults.loop_gate is not None, label="DLoop (draft on while confident)", elem_id="dr-loops"
                 )
+                auto = gr.Checkbox(
+                    defaults.loop_gate == "auto",
+                    label="Cost-aware gate",
+                    info="Weighs gains against measured costs, in the place of the fixed gate below",
+                    elem_id="dr-auto",
+                )
                 gate = gr.Slider(
                     -10.0,
                     0.0,
-                    value=max(-10.0, defaults.loop_gate) if isinstance(defaults.loop_gate, float) else -1.0,
+                    value=max(-10.0, defaults.loop_gate) if isinstance(defaults.loop_gate, int | float) else -1.0,
                     step=0.25,
                     label="Loop gate",
                     info="Log-confidence from which another stage is drafted",
@@ -135,7 +141,7 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
                     elem_id="dr-max-new",
                 )
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1)
-        controls = [drafter, selector, loops, gate, stages, length, temperature, proposal, max_new, seed]
+        controls = [drafter, selector, loops, auto, gate, stages, length, temperature, proposal, max_new, seed]
         on_chat = {"inputs": [prompt, turns, *controls], "outputs": [chat, figures, turns, prompt, pools]}
         calls = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
         answer = on_device(page.answer, device_seconds(engine.limits, num_calls=1))
@@ -266,11 +272,11 @@ class Page:
     def _chat(self, turns, selected=None) -> str:
         return render.conversation(turns, self.engine.tokenizer, selected)
 
-    def _settings(self, drafter, selector, loops, gate, stages, length, temperature, proposal, max_new, seed):
+    def _settings(self, drafter, selector, loops, auto, gate, stages, length, temperature, proposal, max_new, seed):
         return DemoSettings(
             drafter=drafter,
             use_selector=bool(selector),
-            loop_gate=float(gate) if loops else None,
+            loop_gate=None if not loops else "auto" if auto else float(gate),
             max_stages=int(stages),
             num_draft_tokens=int(length),
             proposal=proposal,

@@ -44,7 +44,7 @@ class DemoSettings:
 
     drafter: str
     use_selector: bool = True
-    loop_gate: float | None = None
+    loop_gate: float | str | None = None
     max_stages: int = 3
     num_draft_tokens: int = 4
     proposal: str = "sample"

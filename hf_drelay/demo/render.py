@@ -30,13 +30,13 @@ class Turn:
         role (`str`): `"user"`, `"assistant"`, or `"note"` for what the application says itself.
         content (`str`): Text.
         rounds (`list[TracedRound]`): Of an answer.
-        loop_gate (`float`, *optional*): The gate of an answer's call.
+        loop_gate (`float` or `"auto"`, *optional*): The gate of an answer's call.
     """
 
     role: str
     content: str
     rounds: list = field(default_factory=list)
-    loop_gate: float | None = None
+    loop_gate: float | str | None = None
 
 
 def legend() -> str:
@@ -148,10 +148,12 @@ def pool_view(turn: Turn | None, index: int, tokenizer) -> str:
     return f'<div class="dr-pools">{"".join(parts)}</div>'
 
 
-def _stage_head(depth: int, stage, gate: float | None, *, is_last: bool) -> str:
+def _stage_head(depth: int, stage, gate: float | str | None, *, is_last: bool) -> str:
     confidence = f"log-confidence {stage.log_confidence:.2f}"
     if gate is None:
         verdict = "DLoop is off: verify"
+    elif gate == "auto":
+        verdict = f"cost-aware gate: {'verify' if is_last else 'draft another stage'}"
     elif not is_last:
         verdict = f"at least the gate {gate:.2f}: draft another stage"
     elif stage.log_confidence >= gate:
