@@ -9,13 +9,16 @@ import functools
 import inspect
 import itertools
 import string
+import tempfile
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -229,6 +232,122 @@ def build_drafter(target, seed: int = 0, selector_scale: float = 1.0, **override
     return model
 
 
+def build_qwen3_5(layer_types, vocab_size: int = VOCAB_SIZE):
+    """A tiny target of the family whose shards hold an MTP module."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3_5TextConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=len(layer_types),
+        layer_types=list(layer_types),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        max_position_embeddings=1024,
+        initializer_range=0.3,
+        eos_token_id=None,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    )
+    return transformers.Qwen3_5ForCausalLM(config).eval()
+
+
+def mtp_tensors(H: int = 32) -> dict[str, torch.Tensor]:
+    """The MTP module of such a target, as shards hold it."""
+    generator = torch.Generator().manual_seed(1)
+    layer = "mtp.layers.0."
+    shapes = {
+        "mtp.fc.weight": (H, 2 * H),
+        "mtp.pre_fc_norm_embedding.weight": (H,),
+        "mtp.pre_fc_norm_hidden.weight": (H,),
+        "mtp.norm.weight": (H,),
+        layer + "input_layernorm.weight": (H,),
+        layer + "post_attention_layernorm.weight": (H,),
+        layer + "self_attn.q_proj.weight": (2 * 64, H),
+        layer + "self_attn.k_proj.weight": (32, H),
+        layer + "self_attn.v_proj.weight": (32, H),
+        layer + "self_attn.o_proj.weight": (H, 64),
+        layer + "self_attn.q_norm.weight": (16,),
+        layer + "self_attn.k_norm.weight": (16,),
+        layer + "mlp.gate_proj.weight": (48, H),
+        layer + "mlp.up_proj.weight": (48, H),
+        layer + "mlp.down_proj.weight": (H, 48),
+    }
+    return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def publish(folder, target, tensors):
+    """Save a target together with its module, as published shards have it, and load it from there."""
+    target.save_pretrained(folder)
+    path = Path(folder) / "model.safetensors"
+    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
+    return transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@functools.cache
+def build_gemma4(vocab_size: int = VOCAB_SIZE):
+    """`(target, assistant)` of the family whose assistant reads the target's caches."""
+
+    def fields(num_layers):
+        return {
+            "vocab_size": vocab_size,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": num_layers,
+            "layer_types": (["sliding_attention", "full_attention"] * num_layers)[:num_layers],
+            "sliding_window": WINDOW,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "global_head_dim": 8,
+            "max_position_embeddings": 1024,
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "initializer_range": 0.3,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+
+    torch.manual_seed(0)
+    target = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**fields(4), num_kv_shared_layers=0)).eval()
+    target.generation_config.eos_token_id = None
+    torch.manual_seed(1)
+    text = transformers.Gemma4TextConfig(**fields(2), num_kv_shared_layers=2)
+    config = transformers.Gemma4AssistantConfig(text_config=text, backbone_hidden_size=32)
+    return target, transformers.Gemma4AssistantForCausalLM(config).eval()
+
+
+@functools.cache
+def build_published(kind: str, vocab_size: int = VOCAB_SIZE):
+    """
+    A target that is published with its drafter, and a function that builds the drafter.
+
+    Args:
+        kind (`str`): `"mtp"`, `"mtp_recurrent"` (most layers keep a state that cannot be rolled back) or `"gemma4"`.
+    """
+    if kind == "gemma4":
+        target, assistant = build_gemma4(vocab_size)
+        return target, functools.partial(DRelayModel.from_target, target, assistant)
+    layers = ["full_attention"] * 2
+    if kind == "mtp_recurrent":
+        layers = ["linear_attention", "full_attention"] * 2
+    folder = tempfile.TemporaryDirectory()
+    target = publish(folder.name, build_qwen3_5(layers, vocab_size), mtp_tensors())
+    target.folder = folder  # the module is read from there when a drafter is built
+    # The host refuses the whole family; without linear attention there is no state.
+    target._is_stateful = kind == "mtp_recurrent"
+    return target, functools.partial(DRelayModel.from_target, target)
+
+
 class Script(threading.local):
     """
     What a scripted drafter finds in its pools: the token of `reference_ids` at the position of the slot. In a share of
@@ -287,7 +406,11 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
     `model.script` is the [`Script`]; backbone, caches and selector work as always, but the selector gets a hint at
     many of the spoiled slots, because a random one would hardly ever find the right token.
     """
-    model = build_drafter(target, seed=seed, **overrides)
+    return follow_script(build_drafter(target, seed=seed, **overrides), reference_ids, spoiled, seed)
+
+
+def follow_script(model: DRelayModel, reference_ids, spoiled: float = 0.3, seed: int = 0) -> DRelayModel:
+    """Let the pools of `model` follow a [`Script`], see [`scripted_drafter`]."""
     script = Script(reference_ids, spoiled, seed)
 
     def head_inputs(rows, anchor_ids, session):
@@ -311,6 +434,7 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
         if hasattr(session, "script_text"):
             script.follow(session.script_text)
         place = session.num_verified + session.num_provisional
+        place -= getattr(model.drafter, "needs_shared_cache", False)  # there the first slot counts as well
         return script.rewrite(type(model.drafter).pool(model.drafter, states, session, slot), place)
 
     model.head_inputs = head_inputs
@@ -324,7 +448,11 @@ def scripted_drafter(target, reference_ids, spoiled: float = 0.3, seed: int = 0,
 
 def scripted_batch(monkeypatch, target, references, **overrides) -> DRelayModel:
     """A drafter whose row follows the one of `references`, whole texts without padding, that it has begun to write."""
-    model = scripted_drafter(target, references[0], **overrides)
+    return follow_begun(monkeypatch, scripted_drafter(target, references[0], **overrides), references)
+
+
+def follow_begun(monkeypatch, model: DRelayModel, references) -> DRelayModel:
+    """Let the rows of a scripted `model` follow the one of `references` that they have begun, see `scripted_batch`."""
     stages = DRelayCandidateGenerator.stages
 
     def follow_and_draft(self, input_ids):
@@ -477,6 +605,13 @@ def toolbox() -> SimpleNamespace:
         scripted_batch=scripted_batch,
         with_free_costs=with_free_costs,
         hybrid=build_hybrid_target,
+        follow=follow_script,
+        follow_begun=follow_begun,
+        published=build_published,
+        qwen3_5=build_qwen3_5,
+        mtp_tensors=mtp_tensors,
+        publish=publish,
+        gemma4=build_gemma4,
         prompt=prompt_ids,
         greedy=greedy,
         assert_same_text=assert_same_text,

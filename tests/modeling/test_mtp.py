@@ -4,86 +4,17 @@ import inspect
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma4AssistantConfig,
-    Gemma4AssistantForCausalLM,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-)
 
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 
 
-V, H = 96, 32
 ALWAYS = float("-inf")
 
 
-def qwen3_5(layer_types):
-    torch.manual_seed(0)
-    config = Qwen3_5TextConfig(
-        vocab_size=V,
-        hidden_size=H,
-        intermediate_size=48,
-        num_hidden_layers=len(layer_types),
-        layer_types=layer_types,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=None,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [2, 1, 1],
-        },
-    )
-    return Qwen3_5ForCausalLM(config).eval()
-
-
-def module_tensors() -> dict:
-    generator = torch.Generator().manual_seed(1)
-    layer = "mtp.layers.0."
-    shapes = {
-        "mtp.fc.weight": (H, 2 * H),
-        "mtp.pre_fc_norm_embedding.weight": (H,),
-        "mtp.pre_fc_norm_hidden.weight": (H,),
-        "mtp.norm.weight": (H,),
-        layer + "input_layernorm.weight": (H,),
-        layer + "post_attention_layernorm.weight": (H,),
-        layer + "self_attn.q_proj.weight": (2 * 64, H),
-        layer + "self_attn.k_proj.weight": (32, H),
-        layer + "self_attn.v_proj.weight": (32, H),
-        layer + "self_attn.o_proj.weight": (H, 64),
-        layer + "self_attn.q_norm.weight": (16,),
-        layer + "self_attn.k_norm.weight": (16,),
-        layer + "mlp.gate_proj.weight": (48, H),
-        layer + "mlp.up_proj.weight": (48, H),
-        layer + "mlp.down_proj.weight": (H, 48),
-    }
-    return {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-
-
-def published(folder, target, tensors):
-    """Save a target together with its module, as published shards have it, and load it from there."""
-    target.save_pretrained(folder)
-    path = folder / "model.safetensors"
-    save_file(load_file(path) | tensors, path, metadata={"format": "pt"})
-    return AutoModelForCausalLM.from_pretrained(folder).eval()
-
-
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    target = published(tmp_path_factory.mktemp("qwen"), qwen3_5(["full_attention"] * 2), module_tensors())
+def qwen(toolbox, tmp_path_factory):
+    layers = ["full_attention"] * 2
+    target = toolbox.publish(tmp_path_factory.mktemp("qwen"), toolbox.qwen3_5(layers), toolbox.mtp_tensors())
     target._is_stateful = False  # the host refuses the whole family; without linear attention there is no state
     return target
 
@@ -155,16 +86,16 @@ def test_mtp_is_saved_and_loaded_like_any_drafter(toolbox, qwen, mtp, tmp_path):
         torch.testing.assert_close(again.state_dict()[name], tensor, rtol=0, atol=0)
 
 
-def test_a_target_without_a_module_is_named(tmp_path):
-    target = published(tmp_path, qwen3_5(["full_attention"] * 2), {})
+def test_a_target_without_a_module_is_named(toolbox, tmp_path):
+    target = toolbox.publish(tmp_path, toolbox.qwen3_5(["full_attention"] * 2), {})
     with pytest.raises(ValueError, match=r"`target`.*no tensors `mtp\.\*`"):
         DRelayModel.from_target(target)
 
 
-def test_a_missing_tensor_of_the_module_is_named(tmp_path):
-    tensors = module_tensors()
+def test_a_missing_tensor_of_the_module_is_named(toolbox, tmp_path):
+    tensors = toolbox.mtp_tensors()
     tensors.pop("mtp.fc.weight")
-    target = published(tmp_path, qwen3_5(["full_attention"] * 2), tensors)
+    target = toolbox.publish(tmp_path, toolbox.qwen3_5(["full_attention"] * 2), tensors)
     with pytest.raises(ValueError, match=r"`drafter\.fc\.weight` \(1 missing, 0 unknown\)"):
         DRelayModel.from_target(target)
 
@@ -175,10 +106,10 @@ def test_another_family_is_refused(toolbox):
 
 
 @pytest.fixture(scope="module")
-def hybrid(tmp_path_factory):
+def hybrid(toolbox, tmp_path_factory):
     """A target as the family has them: most layers keep a state that cannot be rolled back."""
     layers = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
-    return published(tmp_path_factory.mktemp("hybrid"), qwen3_5(layers), module_tensors())
+    return toolbox.publish(tmp_path_factory.mktemp("hybrid"), toolbox.qwen3_5(layers), toolbox.mtp_tensors())
 
 
 @pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "loop"])
@@ -199,41 +130,14 @@ def test_the_loop_of_the_host_refuses_recurrent_layers(toolbox, hybrid):
         toolbox.greedy(hybrid, toolbox.prompt(5), view, max_new_tokens=4)
 
 
-def gemma_fields(num_layers):
-    return {
-        "vocab_size": V,
-        "hidden_size": H,
-        "intermediate_size": 48,
-        "num_hidden_layers": num_layers,
-        "layer_types": (["sliding_attention", "full_attention"] * num_layers)[:num_layers],
-        "sliding_window": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "global_head_dim": 8,
-        "max_position_embeddings": 256,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0,
-        "initializer_range": 0.3,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+@pytest.fixture(scope="module")
+def gemma(toolbox):
+    return toolbox.gemma4()[0]
 
 
 @pytest.fixture(scope="module")
-def gemma():
-    torch.manual_seed(0)
-    target = Gemma4ForCausalLM(Gemma4TextConfig(**gemma_fields(4), num_kv_shared_layers=0)).eval()
-    target.generation_config.eos_token_id = None
-    return target
-
-
-@pytest.fixture(scope="module")
-def assistant(gemma):
-    torch.manual_seed(1)
-    text = Gemma4TextConfig(**gemma_fields(2), num_kv_shared_layers=2)
-    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=H)
-    return Gemma4AssistantForCausalLM(config).eval()
+def assistant(toolbox):
+    return toolbox.gemma4()[1]
 
 
 @pytest.mark.parametrize("gate", [None, ALWAYS], ids=["one_stage", "loop"])
