@@ -92,6 +92,9 @@ class BatchSession:
         self.num_slots, self.num_provisional = first.num_slots, first.num_provisional
         self.plan = self.tree_budget = None
         self.anchor_ids = torch.cat([session.anchor_ids for session in sessions])
+        texts = [session.text_ids for session in sessions]
+        longest = max(text.shape[1] for text in texts)
+        self.text_ids = torch.cat([F.pad(text, (longest - text.shape[1], 0), value=-1) for text in texts])
         self.history = torch.cat([session.history for session in sessions])
         self.history_mask = torch.cat([session.history_mask for session in sessions])
         self.earlier = None if first.earlier is None else torch.cat([session.earlier for session in sessions])

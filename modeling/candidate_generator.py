@@ -292,7 +292,7 @@ class DRelayCandidateGenerator:
         if is_planned_ahead and not (is_chain and has_tree):
             self._beliefs.append([])
             self.session.plan = self._plan_slot if is_chain else self._plan
-        self.session.anchor_ids = input_ids[:, -1].to(self.model.drafter.device)
+        self.session.begin_stage(input_ids.to(self.model.drafter.device))
         self.proposal.input_ids = input_ids
         return num_slots
 

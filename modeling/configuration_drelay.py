@@ -166,6 +166,8 @@ class DRelayConfig(PreTrainedConfig):
             selector.
         history_window (`int`): Verified positions that the history read sees.
         pair_rank (`int`): Rank of the token-pair path; 0 turns it off.
+        copy_order (`int`): Longest run of tokens that the copy path looks for earlier in the text; 0 turns it off.
+        copy_window (`int`): How far back it looks.
         use_repaired_feature (`bool`): Add a projection of the selected token to the provisional features of DLoop.
         provisional_norm (`str`): `"hidden"`: a DLoop stage feeds the drafter's final-norm rows on through the norm of
             the context features; `"final"`: as they are.
@@ -248,6 +250,8 @@ class DRelayConfig(PreTrainedConfig):
     use_repair_gate: bool = True
     history_window: int = 32
     pair_rank: int = 128
+    copy_order: int = 3
+    copy_window: int = 1024
     use_repaired_feature: bool = True
     provisional_norm: str = "hidden"
 
@@ -471,6 +475,17 @@ class DRelayConfig(PreTrainedConfig):
         require(
             self.pair_rank == 0 or _is_count(self.pair_rank),
             f"`pair_rank` is {self.pair_rank!r}; use 0 to turn the pair path off.",
+        )
+        require(
+            self.copy_order == 0 or _is_count(self.copy_order),
+            f"`copy_order` is {self.copy_order!r}; use 0 to turn the copy path off.",
+        )
+        require(_is_count(self.copy_window), f"`copy_window` is {self.copy_window!r}; expected at least 1 token.")
+        reads = [name for name in ("use_global_read", "use_history_read", "use_prefix_read") if getattr(self, name)]
+        require(
+            self.use_rank_head or self.use_repair_gate or not reads,
+            f"`{next(iter(reads), '')}` feeds the rank head and the repair gate, which are both off; turn one of them "
+            "on, or this read off.",
         )
         require(
             self.provisional_norm in ("final", "hidden"),

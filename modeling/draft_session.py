@@ -28,6 +28,7 @@ class DraftSession:
         self.num_verified = 0
         self.num_provisional = 0
         self.anchor_ids = None  # (1,), the token the current stage starts from
+        self.text_ids = torch.zeros(1, 0, dtype=torch.long, device=drafter.device)  # (1, T), all tokens before it
         self.num_slots = drafter.config.num_drafts  # slots of a stage that the head scores
         self.plan = None  # chooses, from the pools and before anything is drawn, how many of them are drafted
         self.tree_budget = None  # nodes of a tree; None drafts a chain
@@ -64,6 +65,12 @@ class DraftSession:
         self.history = torch.cat([self.history, features], dim=1)[:, -window:]
         seen = torch.ones_like(self.history_mask[:, :1]).expand(-1, num_new)
         self.history_mask = torch.cat([self.history_mask, seen], dim=1)[:, -window:]
+
+    def begin_stage(self, input_ids: torch.LongTensor) -> None:
+        """The next stage starts behind `input_ids` `(1, T)`, committed and drafted ones."""
+        self.anchor_ids = input_ids[:, -1]
+        # Padding has no position; embeddings that were given instead of tokens have no id.
+        self.text_ids = input_ids[:, max(0, input_ids.shape[1] - 1 - self.anchor_position) : -1]
 
     def extend_provisional(self, features: torch.Tensor) -> None:
         """Append stand-ins `(1, n, H)` for features that the target has not computed yet."""

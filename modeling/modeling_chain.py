@@ -41,6 +41,10 @@ class ChainSession:
         """Position ids `(1, length)` from `start` on."""
         return torch.arange(start, start + length, device=self.drafter.device)[None]
 
+    def begin_stage(self, input_ids: torch.LongTensor) -> None:
+        """The next stage starts behind `input_ids` `(1, T)`."""
+        self.anchor_ids = input_ids[:, -1]
+
     def observe(self, outputs, row: int = 0, num_rejected: int = 0) -> None:
         """
         Look at the outputs of the target's forward whose states `extend` will take: its `row`, without the last

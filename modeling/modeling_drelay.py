@@ -387,6 +387,7 @@ class DRelayModel(DRelayPreTrainedModel):
             offset=session.num_provisional,
             earlier=session.earlier,
             embed=session.adapter.embed,
+            text_ids=session.text_ids,
         )
 
     def _draft_block(self, rows, anchor_ids, head, state, pool, choices, logits) -> DraftBlock:

@@ -31,6 +31,8 @@ class HeadInputs:
         offset (`int`): Tokens drafted by earlier stages of the round.
         earlier (`Any`, *optional*): What the head returned from `remember` after the stage before.
         embed (`Callable`): Token ids `(...)` to target embeddings `(..., H)`.
+        text_ids (`torch.LongTensor` of shape `(B, T)`): All tokens before the anchor, those of earlier stages among
+            them; -1 in front of a shorter text.
     """
 
     hidden_states: torch.FloatTensor
@@ -42,6 +44,7 @@ class HeadInputs:
     offset: int
     earlier: Any
     embed: Callable[[torch.LongTensor], torch.FloatTensor]
+    text_ids: torch.LongTensor
 
     def first(self, num_slots: int) -> "HeadInputs":
         """The same block cut to its first slots."""

@@ -2,9 +2,11 @@
 
 Part one, the *Global Read*, looks at the whole block in both directions, once. Part two, the *causal selector*, scores
 the candidates of a slot given the tokens selected before it, and a repair gate decides between KEEP (candidate 0, the
-backbone's draft) and REPAIR. It reads the drafter's states and distributions and verified context, and nothing
-unverified of the target. Untrained, it is exactly the drafter's own pool distribution, because every path that could
-change it ends in a layer that starts at zero.
+backbone's draft) and REPAIR. Beside these, which are the paper's, stand two paths of ours that score a candidate
+directly: the pair path by the token before it, and the copy path (`modeling_copy.py`) by what followed the last tokens
+earlier in the text. It reads the drafter's states and distributions and verified context, and nothing unverified of
+the target. Untrained, it is exactly the drafter's own pool distribution, because every path that could change it ends
+in a layer that starts at zero.
 
 Shapes: `B` blocks, `K` slots, `C` candidates, `w` selector width, `h` heads, `P` prefix and `W` history positions.
 """
@@ -19,6 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_drelay import DRelayConfig, DRelaySelectorConfig
 from .modeling_base import DRelayPreTrainedModel, FactorTable, Pool, TokenRows, ZeroLinear
+from .modeling_copy import CopyPath
 from .modeling_heads import HeadInputs
 
 
@@ -201,11 +204,10 @@ class SelectorState:
     """What the parallel part of the selector computed for a block."""
 
     inputs: HeadInputs
-    slot_features: torch.Tensor  # (B, 1 + K, w), the anchor first
-    prefix_queries: torch.Tensor | None  # (B, K, C, w)
-    trunk: torch.Tensor  # (B, K, C, w), all of it but the prefix read
     candidate_rows: torch.LongTensor | None  # (B, K, C), rows of the pair tables
-    earlier: torch.Tensor | None  # (B, P, 2w), prefix entries of earlier stages
+    slot_features: torch.Tensor | None = None  # (B, 1 + K, w), the anchor first
+    prefix_queries: torch.Tensor | None = None  # (B, K, C, w)
+    trunk: torch.Tensor | None = None  # (B, K, C, w), all of it but the prefix read
 
 
 class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
@@ -217,6 +219,18 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
     def __init__(self, config: DRelayConfig):
         super().__init__(config)
         self.init_token_rows(config)
+        self.pair_path = PairPath(config, self.num_predecessors, self.num_successors) if config.pair_rank else None
+        self.copy_path = CopyPath(config) if config.copy_order else None
+        self.candidate_read = self.history_read = self.prefix_read = None
+        self.has_trunk = config.use_rank_head or config.use_repair_gate
+        if self.has_trunk:
+            self._build_trunk(config)
+        if config.use_repaired_feature:
+            self.repaired_proj = ZeroLinear(config.hidden_size, config.hidden_size, bias=False)
+        self.post_init()
+
+    def _build_trunk(self, config: DRelayConfig) -> None:
+        """Everything that rank head and repair gate look at, and they themselves."""
         width, eps = config.selector_hidden_size, config.rms_norm_eps
         self.embed_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.embed_norm = Qwen3RMSNorm(width, eps=eps)
@@ -234,20 +248,19 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
         self.prefix_read = PrefixRead(config) if config.use_prefix_read else None
         self.trunk_proj = nn.Linear(2 * width + 3, width)
         self.trunk_norm = Qwen3RMSNorm(width, eps=eps)
-        self.pair_path = PairPath(config, self.num_predecessors, self.num_successors) if config.pair_rank else None
         if config.use_rank_head:
             self.rank_up = nn.Linear(width, width)
             self.rank_down = ZeroLinear(width, 1, bias=False)
         if config.use_repair_gate:
             self.gate_up = nn.Linear(3 * width, width)
             self.gate_down = ZeroLinear(width, 1)
-        if config.use_repaired_feature:
-            self.repaired_proj = ZeroLinear(config.hidden_size, config.hidden_size, bias=False)
-        self.post_init()
 
     def read(self, inputs: HeadInputs) -> SelectorState:
         """Global Read, history read and everything else that does not depend on the selected tokens."""
         pool, K = inputs.pool, inputs.pool.ids.shape[1]
+        rows = self.table_rows(pool.ids) if self.pair_path is not None else None
+        if not self.has_trunk:
+            return SelectorState(inputs, rows)
         embeds = self._embed(inputs, pool.ids)  # (B, K, C, w)
         hidden = inputs.hidden_states.to(self.dtype)
         probs = pool.log_probs.exp().to(self.dtype)
@@ -266,18 +279,22 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
         if self.history_read is not None:
             trunk = trunk + self.history_read(slots, embeds, inputs.history, inputs.history_mask, inputs.offset)
         queries = self.prefix_read.queries(slots, embeds) if self.prefix_read is not None else None
-        rows = self.table_rows(pool.ids) if self.pair_path is not None else None
-        return SelectorState(inputs, x, queries, trunk, rows, inputs.earlier)
+        return SelectorState(inputs, rows, x, queries, trunk)
 
     def score(self, state: SelectorState, path_ids: torch.LongTensor, first: int = 0) -> torch.FloatTensor:
         """Selection logits over the pool, see `DraftHead.score`."""
         last = path_ids.shape[1]
         pool = state.inputs.pool
         scores = pool.log_probs[:, first:last]
+        hidden = state.inputs.hidden_states[:, first:last].to(self.dtype)
         if self.pair_path is not None:
-            hidden = state.inputs.hidden_states[:, first:last].to(self.dtype)
             previous = self.previous_rows(path_ids[:, first:last])
             scores = scores + self.pair_path(hidden, state.candidate_rows[:, first:last], previous).float()
+        if self.copy_path is not None:
+            copies = self.copy_path(hidden, state.inputs.text_ids, path_ids, pool.ids[:, first:last])
+            scores = scores + copies.float()
+        if not self.has_trunk:
+            return scores.log_softmax(dim=-1)
         trunk = state.trunk[:, first:last]
         if self.prefix_read is not None:
             trunk = trunk + self.prefix_read(state.prefix_queries[:, first:last], self._prefix(state, path_ids))
@@ -312,7 +329,8 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
     def _prefix(self, state: SelectorState, path_ids: torch.LongTensor) -> torch.Tensor:
         embeds = self._embed(state.inputs, path_ids)
         prefix = torch.cat([state.slot_features[:, : path_ids.shape[1]], embeds], dim=-1)
-        return prefix if state.earlier is None else torch.cat([state.earlier, prefix], dim=1)
+        earlier = state.inputs.earlier
+        return prefix if earlier is None else torch.cat([earlier, prefix], dim=1)
 
     def _gate(self, x: torch.Tensor, trunk: torch.Tensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """

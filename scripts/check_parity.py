@@ -240,7 +240,9 @@ def compare(folder: Path) -> dict:
     result = {"logits": difference(logits, expected["logits"])}
     pool = Pool.from_logits(logits, model.config.pool_size)
     none = torch.zeros(1, 1, H)
-    head_inputs = HeadInputs(hidden, None, pool, anchor, none, none[..., 0].bool(), 0, None, adapter.embed)
+    head_inputs = HeadInputs(
+        hidden, None, pool, anchor, none, none[..., 0].bool(), 0, None, adapter.embed, anchor[:, None][:, :0]
+    )
     if "corrected" in expected:
         state = model.selector.read(head_inputs)
         path = data["input_ids"][:, ANCHOR : ANCHOR + K]

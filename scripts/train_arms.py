@@ -1,32 +1,35 @@
 """What a part of the selector, or a drafter of the field, wins: one arm and seed per call, one row per arm and seed.
 
-    python scripts/train_arms.py --study comparison --arm relay --base runs/cpu-1h/drafter \\
-        --responses FILE [FILE ...] --held-out FILE [FILE ...] --minutes 5 --output docs/results/comparison.json
+    python scripts/train_arms.py --study comparison --arm relay --base runs/cpu-1h/drafter --minutes 15 \\
+        --responses FILE [FILE ...] --held-out FILE [FILE ...] --feature-folder FOLDER \\
+        --pace-file docs/results/comparison_pace.json --output docs/results/comparison.json
 
 Three studies: `ablation` takes the selector and its training apart; `comparison` trains the drafters of the field,
 each with the loss of its own paper for its head, and with heads of about the same number of parameters; `recipe`
 trains a backbone alone from nothing, in the ways that a recipe can choose from. Every arm of the first two starts from
-one trained backbone (`--base`) with a fresh head. All train for the same minutes on the same responses, on a schedule
-that follows the clock; the target's features are computed before the clock starts. All share the cross-entropy and the
-candidate-support loss of the backbone. EAGLE-3 has no such backbone: it starts from the target's last layer, and its
-row says so. Measured is greedy replay τ on responses that nothing was trained on, DLoop off and on, with the tokens
-and rounds of each response, from which the table draws its intervals. `--list` names all arms, `--keep`
-saves the trained drafter for `hf-drelay benchmark`.
+one trained backbone (`--base`) with a fresh head. All train for the same minutes on the same responses. What a step
+of an arm costs is measured first, side by side with the steps of the first arm of its study and without the target's
+forwards, which are kept in `--feature-folder`:
+
+    python scripts/train_arms.py --study comparison --pace ... --output docs/results/comparison_pace.json
+
+Minutes then are so many steps (`--pace-file`), so whatever else runs on the machine takes nothing from an arm. All
+share the cross-entropy and the candidate-support loss of the backbone. EAGLE-3 has no such backbone: it starts from the
+target's last layer, and its row says so. Measured is greedy replay τ on responses that nothing was trained on, DLoop
+off and on, with the tokens and rounds of each response, from which the table draws its intervals. `--list` names all
+arms, `--keep` saves the trained drafter for `hf-drelay benchmark`.
 """
 
 import argparse
 import hashlib
 import json
-import math
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from filelock import FileLock
 from tqdm.auto import tqdm
-from transformers import TrainerCallback
 
 from hf_drelay import DRelayModel
 from hf_drelay.evaluation.records import command_line, environment, weights_sha256, write_json
@@ -34,25 +37,35 @@ from hf_drelay.evaluation.replay import ReplayedResponse, replay_response, repla
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.training.config import DRelayTrainingConfig
+from hf_drelay.training.head_start import start_from_counts
 from hf_drelay.training.run import build_drafter, load_examples, load_target, save_release
 from hf_drelay.training.trainer import DRelayTrainer, collate
 
 
+PACE_BATCHES = 5
 ONE_STAGE = {"loop_gate": None, "num_draft_tokens": None}  # the whole block
 LOOP = {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3}
 LOOP_RUN = {"loop_start": 0.0, "loop_depth": LOOP["max_stages"], "loop_tokens": LOOP["num_draft_tokens"]}
 NO_READS = {"use_global_read": False, "use_history_read": False, "use_prefix_read": False}
+PATHS_ALONE = NO_READS | {"use_rank_head": False, "use_repair_gate": False}
 # Fields of the drafter's configuration, and arguments of the run, by arm.
 ABLATION: dict[str, tuple[dict, dict]] = {
-    "pair path alone": ({**NO_READS, "use_rank_head": False, "use_repair_gate": False}, {"freeze_backbone": True}),
+    "pair and copy path alone": (PATHS_ALONE, {"freeze_backbone": True}),
+    "pair path alone": (PATHS_ALONE | {"copy_order": 0}, {"freeze_backbone": True}),
+    "copy path alone": (PATHS_ALONE | {"pair_rank": 0}, {"freeze_backbone": True}),
     "without Global Read": ({"use_global_read": False}, {"freeze_backbone": True}),
     "without history": ({"use_history_read": False}, {"freeze_backbone": True}),
     "without prefix read": ({"use_prefix_read": False}, {"freeze_backbone": True}),
     "without pair path": ({"pair_rank": 0}, {"freeze_backbone": True}),
+    "without copy path": ({"copy_order": 0}, {"freeze_backbone": True}),
     "full": ({}, {"freeze_backbone": True}),
+    "full, without counts at the start": ({}, {"freeze_backbone": True, "start_from_counts": False}),
     "full, contribution weight": ({}, {"freeze_backbone": True, "contribution_start": 0.0}),
     "joint": ({}, {}),
     "joint, backbone alone": ({}, {"train_selector": False, "head_learning_rate": None}),
+    "joint, pair and copy path alone": (PATHS_ALONE, {}),
+    "joint, without copy path": ({"copy_order": 0}, {}),
+    "joint, without counts at the start": ({}, {"start_from_counts": False}),
     "joint, without candidate support": ({}, {"support_weight": 0.0}),
     "joint, contribution weight": ({}, {"contribution_start": 0.0}),
     "joint, soft targets": ({}, {"base_loss": "kl"}),
@@ -63,8 +76,11 @@ ABLATION: dict[str, tuple[dict, dict]] = {
     "joint, loop-aware": ({}, LOOP_RUN),
 }
 # Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone, that of the shipped selector.
+# The base may be older than the copy path, so every relay arm says that it has one.
+ABLATION = {arm: ({"copy_order": 3} | fields, run) for arm, (fields, run) in ABLATION.items()}
 COMPARISON: dict[str, tuple[dict, dict]] = {
-    "relay": ({"head": "relay"}, {}),
+    "relay": ({"head": "relay", "copy_order": 3}, {}),
+    "relay, pair and copy path alone": ({"head": "relay", "copy_order": 3, "pair_rank": 190} | PATHS_ALONE, {}),
     "DFlash": ({"head": "independent"}, {"head_learning_rate": None}),
     "DFlash 2": ({"head": "bilinear", "head_rank": 190, "conv_kernel_size": 2}, {"slot_weight": "dpace"}),
     "Domino": ({"head": "recurrent", "head_rank": 267, "gru_hidden_dim": 384}, {"base_anchor_end": 1.0}),
@@ -120,49 +136,8 @@ LOOP_AWARE = {f"{name}, loop-aware": (fields, run | LOOP_RUN) for name, (fields,
 STUDIES = {"ablation": ABLATION, "comparison": COMPARISON | LOOP_AWARE, "recipe": RECIPE}
 
 
-def clock() -> tuple[str, Callable[[], float]]:
-    """
-    Name and seconds of the clock of an arm. On a CPU it is processor time of the one thread, so that whatever else
-    runs on the machine takes nothing from an arm; on a GPU it is the time of day.
-    """
-    return ("time of day", time.monotonic) if torch.cuda.is_available() else ("processor time", time.process_time)
-
-
-def minutes_now() -> float:
-    return clock()[1]() / 60
-
-
-class Deadline(TrainerCallback):
-    """Ends the training of a [`TimedTrainer`] when its minutes are over."""
-
-    trainer: "TimedTrainer"
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.trainer.started = minutes_now()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.trainer.is_over:
-            control.should_training_stop = True
-
-
-class TimedTrainer(DRelayTrainer):
-    """A run of so many minutes: all that changes in the course of it follows the clock instead of the step."""
-
-    def __init__(self, *args, minutes: float, **kwargs):
-        self.minutes, self.started = minutes, None
-        deadline = Deadline()
-        super().__init__(*args, callbacks=[deadline], **kwargs)
-        deadline.trainer = self
-
-    @property
-    def progress(self) -> float:
-        """Share of the minutes that is over; 1 is never reached in a step, as in any run."""
-        elapsed = 0.0 if self.started is None else minutes_now() - self.started
-        return min(elapsed / self.minutes, 1 - 1e-6)
-
-    @property
-    def is_over(self) -> bool:
-        return minutes_now() - self.started >= self.minutes
+class ArmTrainer(DRelayTrainer):
+    """A run whose features of the target are there before it starts, so that its forwards are no part of a step."""
 
     def _num_soft_targets(self) -> int:
         """One folder of features serves every arm, whether it looks at soft targets or not."""
@@ -177,15 +152,6 @@ class TimedTrainer(DRelayTrainer):
             self.features.get(batch["keys"], batch["input_ids"], batch["lengths"].tolist())
         if self.features.folder is not None:
             self.features.folder.flush()
-
-    def create_scheduler(self, num_training_steps, optimizer=None):
-        """Warm-up over the first steps, then a cosine down to zero at the deadline."""
-
-        def factor(step: int) -> float:
-            return min(1.0, (step + 1) / self.args.warmup_steps) * (1 + math.cos(math.pi * self.progress)) / 2
-
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, factor)
-        return self.lr_scheduler
 
 
 def build_arm(base: DRelayModel, target, fields: dict, seed: int) -> DRelayModel:
@@ -239,6 +205,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="name the arms and stop")
     parser.add_argument("--study", choices=STUDIES)
     parser.add_argument("--arm")
+    parser.add_argument("--pace", nargs="*", metavar="ARM", help="measure a step of these arms, or of all, and stop")
+    parser.add_argument("--pace-file", type=Path, help="what --pace wrote for this study")
     parser.add_argument("--base", help="folder of the trained drafter whose backbone the arms share")
     parser.add_argument("--target", help="default: the embedded demo target")
     parser.add_argument("--responses", nargs="+")
@@ -248,49 +216,55 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, help="of a trained backbone; default: 3e-4")
-    parser.add_argument("--head-learning-rate", type=float, help="default: 1e-3")
     parser.add_argument("--feature-folder")
     parser.add_argument("--keep", type=Path, help="folder to save the trained drafter in")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if arguments.list:
         parser.exit(message="\n".join(f"{study}: {arm}" for study, arms in STUDIES.items() for arm in arms) + "\n")
-    needed = ["study", "arm", "responses", "held_out", "output"]
+    needed = ["study", "responses", "held_out", "output"] + (["arm", "pace_file"] if arguments.pace is None else [])
     if arguments.study != "recipe":
-        needed.insert(2, "base")
+        needed.insert(1, "base")
     if missing := [name for name in needed if getattr(arguments, name) is None]:
         parser.error(f"--{missing[0].replace('_', '-')} is needed")
-    if arguments.arm not in STUDIES[arguments.study]:
-        parser.error(f"--arm {arguments.arm!r} is none of --study {arguments.study}; --list names them")
-    fixed = STUDIES[arguments.study][arguments.arm][1]
-    for name, default in (("learning_rate", 3e-4), ("head_learning_rate", 1e-3)):
-        if name not in fixed:
-            setattr(arguments, name, default if getattr(arguments, name) is None else getattr(arguments, name))
-        elif getattr(arguments, name) is not None:
-            parser.error(f"--{name.replace('_', '-')}: this arm has {fixed[name]}; leave it out")
+    for arm in [arguments.arm] if arguments.pace is None else arguments.pace:
+        if arm not in STUDIES[arguments.study]:
+            parser.error(f"arm {arm!r} is none of --study {arguments.study}; --list names them")
     if arguments.study == "recipe" and arguments.base is not None:
         parser.error("--base: arms of this study start from nothing trained; leave it out")
-    if not torch.cuda.is_available() and torch.get_num_threads() > 1:
-        parser.error("on a CPU an arm has one thread, whose time is its clock: set OMP_NUM_THREADS=1")
     return arguments
 
 
-def train_arm(arguments, fields: dict | None, run: dict) -> DRelayTrainer:
-    """Train one arm to its deadline."""
-    with tempfile.TemporaryDirectory() as scratch:
-        common = {
-            "output_dir": scratch,
+class Study:
+    """What all arms share: target, responses, and the drafter whose backbone they start from."""
+
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.scratch = tempfile.TemporaryDirectory()
+        config = DRelayTrainingConfig(**self.common(1))
+        self.target, tokenizer = load_target(config)
+        self.base = mode = None
+        if arguments.base is not None:
+            self.base = DRelayModel.from_pretrained(arguments.base, dtype=torch.float32)
+            mode = self.base.config.chat_template_mode
+        self.examples, self.held_out = load_examples(config, tokenizer, mode)
+
+    def common(self, num_steps: int) -> dict:
+        """Arguments of every run."""
+        arguments = self.arguments
+        return {
+            "output_dir": self.scratch.name,
             "target": arguments.target,
             "responses": arguments.responses,
             "held_out": arguments.held_out,
             "num_replayed": arguments.num_held_out,
             "feature_folder": arguments.feature_folder,
             "seed": arguments.seed,
-            "max_steps": 1_000_000,  # minutes end the run
-            "warmup_steps": 20,
-            "learning_rate": arguments.learning_rate,
-            "head_learning_rate": arguments.head_learning_rate,
+            "max_steps": num_steps,
+            "warmup_steps": min(20, num_steps),
+            "lr_scheduler_type": "cosine",
+            "learning_rate": 3e-4,
+            "head_learning_rate": 1e-3,
             "adam_beta2": 0.95,
             "per_device_train_batch_size": arguments.batch_size,
             "train_sampling_strategy": "group_by_length",
@@ -302,20 +276,72 @@ def train_arm(arguments, fields: dict | None, run: dict) -> DRelayTrainer:
             "report_to": "none",
             "logging_steps": 20,
         }
-        config = DRelayTrainingConfig(**common | run)
-        target, tokenizer = load_target(config)
+
+    def trainer(self, arm: str, num_steps: int) -> ArmTrainer:
+        """Trainer of an arm, ready to start."""
+        fields, run = STUDIES[self.arguments.study][arm]
+        config = DRelayTrainingConfig(**self.common(num_steps) | run)
         if fields is None:
-            examples, held_out = load_examples(config, tokenizer)
-            drelay = build_drafter(config, target, examples)
+            drelay = build_drafter(config, self.target, self.examples)
         else:
-            base = DRelayModel.from_pretrained(arguments.base, dtype=torch.float32)
-            examples, held_out = load_examples(config, tokenizer, base.config.chat_template_mode)
-            drelay = build_arm(base, target, fields, arguments.seed)
-        trainer = TimedTrainer(drelay, target, config, examples, held_out, minutes=arguments.minutes)
-        trainer.train_examples = examples
-        trainer.compute_features()
-        trainer.train()
-    return trainer
+            drelay = build_arm(self.base, self.target, fields, self.arguments.seed)
+            if config.start_from_counts and config.train_selector:
+                start_from_counts(drelay, self.examples)
+        return ArmTrainer(drelay, self.target, config, self.examples, self.held_out)
+
+
+def measure_pace(arguments) -> dict:
+    """
+    Seconds of a step of some arms or all of them, relative to those of the first arm of the study: steps on the same
+    batches, spread over all lengths, arm by arm in one process.
+    """
+    first = next(iter(STUDIES[arguments.study]))
+    arms = list(dict.fromkeys([first, *(arguments.pace or STUDIES[arguments.study])]))
+    seconds = dict.fromkeys(arms, 0.0)
+    study = Study(arguments)
+    trainers = {arm: study.trainer(arm, 1) for arm in arms}
+    dataset = trainers[first].train_dataset
+    order = list(trainers[first]._get_train_sampler(dataset))
+    size = arguments.batch_size
+    starts = range(0, len(order), max(size, len(order) // (PACE_BATCHES * size) * size))
+    for number, start in enumerate(tqdm([0, *starts], desc="pace", unit="batch")):
+        batch = collate([dataset[i] for i in order[start : start + size]])
+        for arm, trainer in trainers.items():
+            spent = step_seconds(trainer, batch)
+            if number:  # the first one pays for what is set up once
+                seconds[arm] += spent / len(starts)
+    record = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"arms": {}}
+    return {
+        "study": arguments.study,
+        "command": command_line(),
+        "environment": environment(),
+        "batch_size": size,
+        # Another arm that is added later is measured beside the first one again, whose seconds stay as they are.
+        "seconds_per_step": record.get("seconds_per_step", seconds[first]),
+        "arms": record["arms"] | {arm: value / seconds[first] for arm, value in seconds.items()},
+    }
+
+
+def step_seconds(trainer: ArmTrainer, batch: dict) -> float:
+    """Seconds of a whole step on `batch`, the target's forward excepted."""
+    if trainer.optimizer is None:
+        trainer.create_optimizer()
+    trainer.features.get(batch["keys"], batch["input_ids"], batch["lengths"].tolist())
+    trainer.current_gradient_accumulation_steps = 1
+    started = time.perf_counter()
+    trainer.training_step(trainer.model, batch)
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def steps_in(minutes: float, pace: dict, arm: str) -> int:
+    """Steps that an arm makes in so many minutes."""
+    if arm not in pace["arms"]:
+        raise SystemExit(f"--pace-file knows no pace of {arm!r}; measure it with --pace {arm!r}.")
+    return max(1, round(minutes * 60 / (pace["seconds_per_step"] * pace["arms"][arm])))
 
 
 def reference(study: str, arm: str) -> str:
@@ -356,8 +382,17 @@ def add_row(output: Path, about: dict, row: dict) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.pace is not None:
+        record = measure_pace(arguments)
+        write_json(arguments.output, record)
+        print("\n".join(f"{arm}: {record['seconds_per_step'] * ratio:.3f} s" for arm, ratio in record["arms"].items()))
+        return
     fields, run = STUDIES[arguments.study][arguments.arm]
-    trainer = train_arm(arguments, fields, run)
+    pace = json.loads(arguments.pace_file.read_text())
+    study = Study(arguments)
+    trainer = study.trainer(arguments.arm, steps_in(arguments.minutes, pace, arguments.arm))
+    trainer.compute_features()
+    trainer.train()
     drelay, head = trainer.model, trainer.model.selector
     use_selector = head is not None and trainer.args.train_selector
     for parameter in drelay.parameters():  # a release holds bfloat16
@@ -371,6 +406,7 @@ def main() -> None:
         "seed": arguments.seed,
         "command": command_line(),
         "num_steps": trainer.state.global_step,
+        "pace": pace["arms"][arguments.arm],
         "start": start_of(fields, run),
         "against": reference(arguments.study, arguments.arm),
         "trained_parameters": sum(p.numel() for p in drelay.parameters() if p.requires_grad),
@@ -382,9 +418,9 @@ def main() -> None:
     about = {
         "study": arguments.study,
         "minutes": arguments.minutes,
-        "clock": clock()[0],
+        "seconds_per_step": pace["seconds_per_step"],  # of the first arm
         "base_weights_sha256": None if fields is None else weights_sha256(DRelayModel.from_pretrained(arguments.base)),
-        "responses_sha256": digest(trainer.train_examples),
+        "responses_sha256": digest(study.examples),
         "held_out_sha256": digest(trainer.held_out),
         "num_responses": len(responses),
         "max_response": arguments.max_response,

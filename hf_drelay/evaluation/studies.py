@@ -45,8 +45,8 @@ def arms_circumstances(record: dict) -> str:
     threads = "thread" if environment["cpu_threads"] == 1 else "threads"
     return (
         f"Greedy replay on {record['num_responses']} responses that nothing was trained on. An arm starts from "
-        f"{usual} and trains for {record['minutes']:g} minutes ({record['clock']}) on {environment['cpu_threads']} "
-        f"{threads} of {environment['device']}; steps are what fits into that time. "
+        f"{usual} and trains for {record['minutes']:g} minutes on {environment['cpu_threads']} {threads} of "
+        f"{environment['device']}: as many steps as fit into that time, by what a step of each arm took side by side. "
         + "".join(f"{text}. " for text in sorted(set(odd)))
         + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
         f"of {dloop['num_draft_tokens']} tokens. ms are those of a round. Seeds of an arm are pooled; "

@@ -30,6 +30,8 @@ class DRelayTrainingConfig(TrainingArguments):
             the target by default.
         drafter_config (`dict`): Fields of a new drafter's configuration that differ from the preset's.
         start_from_target (`bool`): Start a new drafter from the target's last layers.
+        start_from_counts (`bool`): Start a new relay head from counts of neighbouring tokens in the responses, see
+            `head_start.py`.
 
     > The data
 
@@ -82,6 +84,7 @@ class DRelayTrainingConfig(TrainingArguments):
     preset: str | None = _field(None, "Preset of a new drafter's configuration.")
     drafter_config: dict | str | None = _field(None, "Fields of a new drafter's configuration, as JSON.")
     start_from_target: bool = _field(True, "Start a new drafter from the target's last layers.")
+    start_from_counts: bool = _field(True, "Start a new relay head from counts of the responses.")
 
     responses: list[str] = _field([], "Response files.")
     prompts: list[str] = _field([], "Sources of prompts to answer before the training.")

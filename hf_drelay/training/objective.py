@@ -388,6 +388,9 @@ class JointObjective:
         columns, top = stage.logits.top_columns[:M, :, :C], stage.logits.top[:M, :, :C]
         window = torch.arange(-config.history_window, 0, device=anchor_ids.device)
         places = blocks.anchor[:, None] + window  # ends just before the round's anchor, as at inference
+        length = batch.input_ids.shape[1]
+        text_places = blocks.anchor[:, None] + stage.offset + torch.arange(-length, 0, device=anchor_ids.device)
+        text_ids = batch.input_ids[blocks.sequence[:, None], text_places.clamp(0, length - 1)]
         return HeadInputs(
             hidden_states=stage.hidden[:M],
             anchor_hidden=stage.rows[:M, 0] if config.layout == "fill_in" else None,
@@ -402,6 +405,7 @@ class JointObjective:
             offset=stage.offset,
             earlier=earlier,
             embed=self.adapter.embed,
+            text_ids=text_ids.masked_fill(text_places < 0, -1),
         )
 
     def _weighted_mean(self, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

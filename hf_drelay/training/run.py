@@ -20,6 +20,7 @@ from hf_drelay.targets import describe_demo_target, load_demo_target
 
 from .config import DRelayTrainingConfig
 from .data import ResponseExample, frequent_tokens, load_responses, response_files, split_by_prompt
+from .head_start import start_from_counts
 from .responses import Decoding, prepare_responses
 from .trainer import DRelayTrainer
 
@@ -92,6 +93,8 @@ def build_drafter(config: DRelayTrainingConfig, target, train_examples: list[Res
         drelay.set_shortlist(frequent_tokens(train_examples, own.draft_vocab_size, always=own.eos_token_ids))
     if config.start_from_target:
         drelay.drafter.initialize_from_target(target)
+    if config.start_from_counts and config.train_selector:
+        start_from_counts(drelay, train_examples)
     return drelay.to(config.device)
 
 

@@ -28,7 +28,7 @@ def row(arm, seed, tau, start="the shared backbone", **fields):
 ARMS = {
     "num_responses": 7,
     "minutes": 5.0,
-    "clock": "processor time",
+    "seconds_per_step": 1.5,
     "DLoop": {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3},
     "rows": [
         row("worse", 0, 2.0),
@@ -63,7 +63,7 @@ def test_interval_holds_the_mean_and_shrinks_with_the_spread():
 
 def test_circumstances_tell_what_starts_elsewhere():
     text = studies.arms_circumstances(ARMS)
-    assert "7 responses" in text and "5 minutes (processor time) on 1 thread of a CPU" in text
+    assert "7 responses" in text and "5 minutes on 1 thread of a CPU" in text
     assert "EAGLE-3 starts from the target's last layer." in text
     assert "`python scripts/train_arms.py --arm worse`" in text
 

@@ -331,6 +331,7 @@ class TestHeads:
             offset=0,
             earlier=None,
             embed=lambda ids: table[ids],
+            text_ids=path[:, :0],
         )
         return module.read(inputs), inputs, table, path
 
@@ -389,7 +390,9 @@ class TestHeads:
         none = torch.zeros(1, 1, config.hidden_size)
         anchor = torch.tensor([5])
         embed = target.get_input_embeddings()
-        inputs = HeadInputs(hidden, None, pool, anchor, none, none[..., 0].bool(), 0, None, embed)
+        inputs = HeadInputs(
+            hidden, None, pool, anchor, none, none[..., 0].bool(), 0, None, embed, anchor[:, None][:, :0]
+        )
         path = torch.tensor([[5, 7, 9, 11]])
         torch.testing.assert_close(model.selector.score(model.selector.read(inputs), path), pool.log_probs)
 

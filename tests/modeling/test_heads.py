@@ -57,6 +57,7 @@ def make_state(head, seed, num_blocks=1):
         offset=0,
         earlier=None,
         embed=lambda ids: table[ids],
+        text_ids=torch.randint(4, (num_blocks, 9), generator=generator),
     )
     with torch.no_grad():
         return head.read(inputs), pool, anchors

@@ -39,8 +39,11 @@ EVERY_PART = [
     "use_rank_head",
     "use_repair_gate",
     "pair_rank",
+    "copy_order",
 ]
-ALL_OFF = dict.fromkeys(EVERY_PART, False) | {"pair_rank": 0}
+NO_READS = {"use_global_read": False, "use_history_read": False, "use_prefix_read": False}
+NUMBERS = ("pair_rank", "copy_order")  # parts that a number turns off
+ALL_OFF = dict.fromkeys(EVERY_PART, False) | dict.fromkeys(NUMBERS, 0)
 
 
 def make_selector(seed=0, is_trained=True, **fields) -> DRelaySelectorModel:
@@ -80,8 +83,17 @@ def make_inputs(selector, seed=0, num_blocks=1, num_history=3, **changes) -> Hea
         offset=0,
         earlier=None,
         embed=lambda ids: table[ids],
+        text_ids=make_text(generator, num_blocks),
     )
     return replace(inputs, **changes)
+
+
+def make_text(generator, num_blocks) -> torch.LongTensor:
+    """A text so long that tokens and pairs of them come again; every row is one shorter than that before it."""
+    text = torch.randint(V, (num_blocks, 200), generator=generator)
+    for row in range(num_blocks):
+        text[row, :row] = -1
+    return text
 
 
 def random_path(inputs, seed=0) -> torch.LongTensor:
@@ -110,8 +122,10 @@ class NaiveSelector:
         self.inputs = inputs
         self.ids, self.log_probs = inputs.pool.ids[0].tolist(), inputs.pool.log_probs[0]
         self.num_slots = len(self.ids)
-        self.e = [[self.embed(token) for token in slot] for slot in self.ids]
-        self.x = self.slot_features()
+        self.has_trunk = self.config.use_rank_head or self.config.use_repair_gate
+        if self.has_trunk:
+            self.e = [[self.embed(token) for token in slot] for slot in self.ids]
+            self.x = self.slot_features()
 
     def w(self, name):
         return self.weights[f"{name}.weight"]
@@ -232,6 +246,13 @@ class NaiveSelector:
             hidden = self.linear("pair_path.hidden_proj", self.inputs.hidden_states[0, i])
             left = self.w("pair_path.predecessor_table")[self.table_row(path[i])]
             score = score + (left * hidden) @ self.weights["pair_path.successor_table"][self.table_row(self.ids[i][k])]
+        if self.config.copy_order:
+            weights = self.linear("copy_path.weight_proj", self.inputs.hidden_states[0, i])
+            text = [*self.inputs.text_ids[0, -self.config.copy_window :].tolist(), *map(int, path[: i + 1])]
+            for n in range(1, self.config.copy_order + 1):
+                last, token = text[len(text) - n :], int(self.ids[i][k])
+                count = sum(text[j - n : j] == last and text[j] == token for j in range(n, len(text)))
+                score = score + weights[n - 1] * math.log(1 + count)
         if self.config.use_rank_head:
             inner = self.linear("rank_up", trunk)
             score = score + (self.w("rank_down") @ (inner * torch.sigmoid(inner)))[0]
@@ -250,7 +271,7 @@ class NaiveSelector:
         """Selection logits `(K, C)` after `path`, the anchor and the tokens of all slots but the last."""
         rows = []
         for i in range(self.num_slots):
-            trunks = [self.trunk(i, k, path) for k in range(C)]
+            trunks = [self.trunk(i, k, path) if self.has_trunk else None for k in range(C)]
             scores = torch.stack([self.rank_score(i, k, path, trunks[k]) for k in range(C)])
             if not self.config.use_repair_gate:
                 rows.append(scores.log_softmax(0))
@@ -275,6 +296,9 @@ class TestOracle:
             {"use_rank_head": False},
             {"use_repair_gate": False},
             {"pair_rank": 0},
+            {"copy_order": 0},
+            {"copy_window": 5},
+            {"use_rank_head": False, "use_repair_gate": False} | NO_READS,
         ],
         ids=lambda fields: "-".join(f"{k}={v}" for k, v in fields.items()) or "all",
     )
@@ -352,7 +376,7 @@ def _greedy(logits, first):
 class TestParts:
     @pytest.mark.parametrize("part", EVERY_PART)
     def test_scores_are_a_distribution_with_one_part_off(self, part):
-        selector = make_selector(**{part: 0 if part == "pair_rank" else False})
+        selector = make_selector(**{part: 0 if part in NUMBERS else False})
         inputs = make_inputs(selector)
         scores = scores_of(selector, inputs, random_path(inputs))
         torch.testing.assert_close(scores.logsumexp(-1), torch.zeros(1, K), rtol=0, atol=1e-5)

@@ -244,7 +244,7 @@ class TestStages:
         """Row `i` stands at position `a + i`, where the anchor and all drafted tokens but the last one stand."""
         drelay = make_drelay(target, provisional_norm="final")
         session = make_session(drelay, target, 6)
-        session.anchor_ids = torch.tensor([3])
+        session.begin_stage(torch.tensor([[3]]))
         block = drelay.draft(session.anchor_ids, session, greedy_proposal()).first(2)
         tokens = torch.tensor([[3, block.draft_ids[0, 0].item()]])
         projected = target.model.embed_tokens(tokens) @ drelay.selector.repaired_proj.weight.T
@@ -258,7 +258,7 @@ class TestStages:
     def test_rows_of_the_backbone_are_fed_on_without_a_selector(self, target):
         drelay = make_drelay(target, use_selector=False, provisional_norm="final")
         session = make_session(drelay, target, 6)
-        session.anchor_ids = torch.tensor([3])
+        session.begin_stage(torch.tensor([[3]]))
         block = drelay.draft(session.anchor_ids, session, greedy_proposal())
         expected = DynamicCache()
         drelay.drafter.extend(block.context_features, torch.arange(6, 9)[None], expected)
@@ -279,10 +279,10 @@ class TestStages:
         monkeypatch.setattr(
             drelay.selector, "read", lambda inputs: (seen.append((inputs.offset, inputs.earlier)), read(inputs))[1]
         )
-        session.anchor_ids = torch.tensor([3])
+        session.begin_stage(torch.tensor([[3]]))
         block = drelay.draft(session.anchor_ids, session, greedy_proposal()).first(2)
         drelay.continue_after(block, session)
-        session.anchor_ids = block.draft_ids[:, -1]
+        session.begin_stage(torch.cat([torch.tensor([[3]]), block.draft_ids], dim=1))
         drelay.draft(session.anchor_ids, session, greedy_proposal())
         assert seen[0] == ([[6, 7, 8, 9]], 6)
         assert seen[2] == ([[8, 9, 10, 11]], 8)

@@ -31,9 +31,9 @@ def test_arms_add_rows_and_replace_their_own(recipe, target_folder, responses_fi
     base = train(DRelayTrainingConfig(**recipe | {"max_steps": 1}))
     output = tmp_path / "rows.json"
 
-    def call(arm, study="ablation", *more, output=output):
+    def call(study, *more, output):
         run = subprocess.run(
-            [sys.executable, SCRIPT, "--study", study, "--arm", arm, "--base", base, "--target", target_folder]
+            [sys.executable, SCRIPT, "--study", study, "--base", base, "--target", target_folder]
             + ["--responses", responses_file, "--held-out", tmp_path / "held_out.jsonl", "--minutes", "0.0001"]
             + ["--output", output, *more],
             capture_output=True,
@@ -42,12 +42,27 @@ def test_arms_add_rows_and_replace_their_own(recipe, target_folder, responses_fi
         )
         assert run.returncode == 0, run.stderr[-2000:]
 
+    def train_one(arm, study="ablation", *more, output=output):
+        """Measure the pace of an arm, and train it."""
+        pace = tmp_path / f"{study}_pace.json"
+        call(study, "--pace", arm, output=pace)
+        assert json.loads(pace.read_text())["arms"][arm] > 0
+        call(study, "--arm", arm, "--pace-file", pace, *more, output=output)
+
     (tmp_path / "held_out.jsonl").write_text("".join(responses_file.read_text().splitlines(keepends=True)[:3]))
     for arm in ("pair path alone", "joint, loop-aware", "joint, backbone alone", "pair path alone"):
-        call(arm)
-    call("EAGLE-3", "comparison", "--keep", tmp_path / "kept", output=tmp_path / "comparison.json")
+        train_one(arm)
+    train_one("EAGLE-3", "comparison", "--keep", tmp_path / "kept", output=tmp_path / "comparison.json")
     record = json.loads(output.read_text())
-    assert record["num_responses"] == 3 and record["clock"] == "processor time"
+    assert record["num_responses"] == 3
+    pace = json.loads((tmp_path / "ablation_pace.json").read_text())
+    assert record["seconds_per_step"] == pace["seconds_per_step"]
+    assert set(pace["arms"]) == {
+        "pair and copy path alone",
+        "joint, loop-aware",
+        "joint, backbone alone",
+        "pair path alone",
+    }
     rows = record["rows"] + json.loads((tmp_path / "comparison.json").read_text())["rows"]
     assert [row["arm"] for row in rows] == ["joint, loop-aware", "joint, backbone alone", "pair path alone", "EAGLE-3"]
     assert DRelayModel.from_pretrained(tmp_path / "kept").config.backbone == "eagle3"
@@ -77,26 +92,11 @@ def test_arm_of_the_comparison_keeps_the_backbone_and_has_its_own_head(arms, arm
         assert abs(own / relay - 1) < 0.05
 
 
-def test_schedule_follows_the_clock(arms, recipe, monkeypatch):
-    """Half of the minutes later the learning rate has fallen by half and the curriculum is in its middle."""
-    trainer = object.__new__(arms.TimedTrainer)
-    trainer.minutes, trainer.started = 2.0, 100.0
-    for now, progress in ((100.0, 0.0), (101.0, 0.5), (400.0, 1 - 1e-6)):
-        monkeypatch.setattr(arms, "minutes_now", lambda now=now: now)
-        assert trainer.progress == progress and trainer.is_over == (now >= 102.0)
-    trainer.args = DRelayTrainingConfig(**recipe | {"warmup_steps": 1})
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    monkeypatch.setattr(arms, "minutes_now", lambda: 101.0)
-    trainer.create_scheduler(0, optimizer)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(("has_gpu", "minutes"), [(False, 2.0), (True, 3.0)])
-def test_clock_is_that_of_the_processor_on_a_cpu(arms, monkeypatch, has_gpu, minutes):
-    monkeypatch.setattr(arms.torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(arms.time, "process_time", lambda: 120.0)
-    monkeypatch.setattr(arms.time, "monotonic", lambda: 180.0)
-    assert arms.minutes_now() == minutes
+def test_minutes_are_steps_at_the_measured_pace(arms):
+    pace = {"seconds_per_step": 2.0, "arms": {"relay": 1.0, "DFlash": 0.5}}
+    assert arms.steps_in(3.0, pace, "relay") == 90 and arms.steps_in(3.0, pace, "DFlash") == 180
+    with pytest.raises(SystemExit, match=r"no pace of 'Domino'; measure it with --pace 'Domino'"):
+        arms.steps_in(3.0, pace, "Domino")
 
 
 def test_rows_of_other_circumstances_are_refused(arms, tmp_path):

@@ -69,10 +69,16 @@ NUM_BLOCKS = 7
 def make_batch(target):
     """`(states, input_ids, lengths, anchors)`; what stands behind the shorter sequence is garbage."""
     generator = torch.Generator().manual_seed(0)
-    input_ids = torch.randint(V, (2, 17), generator=generator)
+    input_ids = torch.randint(V, (2, 5), generator=generator).repeat(1, 4)[:, :17]  # repeats itself, for the copy path
     with torch.no_grad():
         hidden = target(input_ids, output_hidden_states=True).hidden_states
     return torch.cat([hidden[1], hidden[3]], dim=-1), input_ids, torch.tensor(LENGTHS), ANCHORS
+
+
+def known_text(inputs, block: int) -> list[int]:
+    """Tokens before the anchor of a block; in front of a shorter text there are none."""
+    text = inputs.text_ids[block].tolist()
+    return text[text.count(-1) :]
 
 
 class Recorder:
@@ -131,7 +137,8 @@ class TestTrainingEqualsDrafting:
             session.extend(states[sequence : sequence + 1, :anchor])
             proposal = Proposal(None, V, is_sampled=False)
             proposal.input_ids = input_ids[sequence : sequence + 1, : anchor + 1]
-            drelay.draft(input_ids[sequence, anchor : anchor + 1], session, proposal)
+            session.begin_stage(proposal.input_ids)
+            drelay.draft(session.anchor_ids, session, proposal)
         monkeypatch.undo()
         return recorder.hidden[0], recorder.head_inputs[0]
 
@@ -157,6 +164,7 @@ class TestTrainingEqualsDrafting:
             seen = drafted.history_mask[0]
             torch.testing.assert_close(trained.history[n, seen], drafted.history[0, seen], **close)
             assert (trained.offset, trained.earlier) == (drafted.offset, drafted.earlier)
+            assert known_text(trained, n) == drafted.text_ids[0].tolist() == input_ids[sequence, :anchor].tolist()
 
     @pytest.mark.parametrize("layout", ["shifted", "fill_in"])
     def test_scores_equal_those_along_the_targets_tokens_in_drafting(self, target, layout, monkeypatch):
@@ -562,7 +570,7 @@ class TestLoop:
             session.extend(states[sequence : sequence + 1, :anchor])
             for stage in range(3):
                 start = anchor + stage * n
-                session.anchor_ids = input_ids[sequence, start : start + 1]
+                session.begin_stage(input_ids[sequence : sequence + 1, : start + 1])
                 proposal = Proposal(None, V, is_sampled=False)
                 proposal.input_ids = input_ids[sequence : sequence + 1, : start + 1]
                 block = drelay.draft(session.anchor_ids, session, proposal).first(n)
@@ -581,6 +589,7 @@ class TestLoop:
         torch.testing.assert_close(trained.earlier[:1], drafted.earlier, **close)
         assert (trained.offset, trained.anchor_ids[0]) == (drafted.offset, drafted.anchor_ids[0])
         assert trained.pool.ids[:1].equal(drafted.pool.ids)
+        assert known_text(trained, 0) == drafted.text_ids[0].tolist() == input_ids[0, : anchor + 2 * n].tolist()
 
     def test_loss_is_the_mean_of_the_first_and_the_last_stage(self, target, monkeypatch):
         run = run_objective(

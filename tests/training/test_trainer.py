@@ -53,7 +53,8 @@ def make_drelay(target, **fields) -> DRelayModel:
 def make_examples(num_examples=6, mode="greedy") -> list[ResponseExample]:
     generator = torch.Generator().manual_seed(0)
     lengths = [10 + 2 * (i % 4) for i in range(num_examples)]
-    ids = [torch.randint(V, (length,), generator=generator) for length in lengths]
+    # Texts that repeat themselves, for the copy path.
+    ids = [torch.randint(V, (6,), generator=generator).repeat(length)[:length] for length in lengths]
     return [ResponseExample(row, 3, f"prompt {i}", mode) for i, row in enumerate(ids)]
 
 
