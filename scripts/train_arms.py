@@ -14,10 +14,10 @@ forwards, which are kept in `--feature-folder`:
     python scripts/train_arms.py --study comparison --pace ... --output docs/results/comparison_pace.json
 
 Minutes then are so many steps (`--pace-file`), so whatever else runs on the machine takes nothing from an arm. All
-share the cross-entropy and the candidate-support loss of the backbone. EAGLE-3 has no such backbone: it starts from the
-target's last layer, and its row says so. Measured is greedy replay τ on responses that nothing was trained on, DLoop
-off and on, with the tokens and rounds of each response, from which the table draws its intervals. `--list` names all
-arms, `--keep` saves the trained drafter for `hf-drelay benchmark`.
+share the cross-entropy and the candidate-support loss of the backbone. EAGLE-3 has no such backbone: it starts from
+the target's last layer, and its row says so. Measured is greedy replay τ on responses that nothing was trained on,
+DLoop off and on, with the tokens and rounds of each response, from which the table draws its intervals. `--list` names
+all arms, `--keep` saves the trained drafter for `hf-drelay benchmark`.
 """
 
 import argparse
@@ -34,10 +34,9 @@ from tqdm.auto import tqdm
 from hf_drelay import DRelayModel
 from hf_drelay.evaluation.records import command_line, environment, weights_sha256, write_json
 from hf_drelay.evaluation.replay import ReplayedResponse, replay_response, replay_responses, tapped_states
-from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.training.config import DRelayTrainingConfig
-from hf_drelay.training.head_start import start_from_counts
+from hf_drelay.training.head_start import new_head_config, start_from_counts, with_new_head
 from hf_drelay.training.run import build_drafter, load_examples, load_target, save_release
 from hf_drelay.training.trainer import DRelayTrainer, collate
 
@@ -156,22 +155,13 @@ class ArmTrainer(DRelayTrainer):
 
 def build_arm(base: DRelayModel, target, fields: dict, seed: int) -> DRelayModel:
     """The backbone of `base` under a head that knows nothing, or another backbone that starts from the target."""
-    own = {name: getattr(base.config, name) for name in DRelayConfig.own_fields()}
-    own |= {name: getattr(base.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if "head" in fields:
-        del own["use_selector"]  # follows from the head
-    if "num_hidden_layers" in fields:
-        own |= dict.fromkeys(("layer_types", "block_causal"))
     torch.manual_seed(seed)
-    drelay = DRelayModel(DRelayConfig(**own | fields))
+    if "backbone" not in fields:
+        return with_new_head(base, fields)
+    drelay = DRelayModel(new_head_config(base.config, dict.fromkeys(("layer_types", "block_causal")) | fields))
     if base.config.draft_vocab_size is not None:
         drelay.set_shortlist(base.drafter.draft_token_ids)
-    if "backbone" in fields:
-        drelay.drafter.initialize_from_target(target)
-        return drelay
-    problems = drelay.drafter.load_state_dict(base.drafter.state_dict(), strict=False)
-    if problems.unexpected_keys:
-        raise ValueError(f"`--base` has weights that the arm lacks, first `{problems.unexpected_keys[0]}`.")
+    drelay.drafter.initialize_from_target(target)
     return drelay
 
 

@@ -30,6 +30,8 @@ class DRelayTrainingConfig(TrainingArguments):
             the target by default.
         drafter_config (`dict`): Fields of a new drafter's configuration that differ from the preset's.
         start_from_target (`bool`): Start a new drafter from the target's last layers.
+        new_head (`dict`, *optional*): Give `drafter` a new head and keep its backbone; fields of its configuration
+            that differ, such as `{"head": "relay"}`.
         start_from_counts (`bool`): Start a new relay head from counts of neighbouring tokens in the responses, see
             `head_start.py`.
 
@@ -84,6 +86,7 @@ class DRelayTrainingConfig(TrainingArguments):
     preset: str | None = _field(None, "Preset of a new drafter's configuration.")
     drafter_config: dict | str | None = _field(None, "Fields of a new drafter's configuration, as JSON.")
     start_from_target: bool = _field(True, "Start a new drafter from the target's last layers.")
+    new_head: dict | str | None = _field(None, "Fields of a new head on the backbone of `drafter`, as JSON.")
     start_from_counts: bool = _field(True, "Start a new relay head from counts of the responses.")
 
     responses: list[str] = _field([], "Response files.")
@@ -126,7 +129,7 @@ class DRelayTrainingConfig(TrainingArguments):
     least_acceptance_length: float = _field(1.1, "Stop a run whose replay τ is lower.")
     least_after: float = _field(0.5, "Share of the training after which that is tested.")
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "drafter_config"]
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "drafter_config", "new_head"]
 
     def __post_init__(self):
         if self.metric_for_best_model is None:  # there is no evaluation loss
@@ -183,6 +186,11 @@ class DRelayTrainingConfig(TrainingArguments):
         if self.drafter and (self.preset or self.drafter_config):
             raise ValueError(
                 "`drafter` brings its own configuration; leave out `preset` and `drafter_config`, or the `drafter`."
+            )
+        if self.new_head is not None and not self.drafter:
+            raise ValueError(
+                f"`new_head` {self.new_head} needs the `drafter` whose backbone it gets; name one, or set the fields "
+                "of a new drafter with `drafter_config`."
             )
         # The trainer's batches carry lengths and keys that no forward signature names.
         self.remove_unused_columns = False

@@ -1,4 +1,4 @@
-"""The start of a relay head: what can be counted instead of learned.
+"""The start of a head: a new one on a trained backbone, and what a relay head can count instead of learning it.
 
 A pair path with random tables needs tens of thousands of blocks to learn which token follows which, and a copy path
 with zero weights to learn that texts repeat themselves. A count of the responses tells the first at once, and nobody
@@ -9,6 +9,9 @@ from collections.abc import Iterable
 
 import torch
 
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
+from hf_drelay.modeling.modeling_drelay import DRelayModel
+
 from .data import ResponseExample
 
 
@@ -18,6 +21,36 @@ SMOOTHING = 20.0
 PAIR_WEIGHT = 0.5
 # Of each length of a match.
 COPY_WEIGHT = 1.0
+
+
+def new_head_config(base: DRelayConfig, fields: dict) -> DRelayConfig:
+    """The configuration of `base` with other `fields` of its head."""
+    own = {name: getattr(base, name) for name in DRelayConfig.own_fields()}
+    own |= {name: getattr(base, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if "head" in fields:
+        del own["use_selector"]  # follows from the head
+    return DRelayConfig(**own | fields)
+
+
+def with_new_head(base: DRelayModel, fields: dict) -> DRelayModel:
+    """
+    The backbone of `base` under a new, untrained head; `fields` are those of the configuration that differ.
+
+    Raises:
+        ValueError: If the fields change the backbone.
+    """
+    drelay = DRelayModel(new_head_config(base.config, fields))
+    if base.config.draft_vocab_size is not None:
+        drelay.set_shortlist(base.drafter.draft_token_ids)
+    own, trained = drelay.drafter.state_dict(), base.drafter.state_dict()
+    different = [name for name in trained if name not in own or own[name].shape != trained[name].shape]
+    if different:
+        raise ValueError(
+            f"The fields {sorted(fields)} of a new head change the backbone that is to be kept: its `{different[0]}` "
+            "has no place any more. Set fields of the head alone."
+        )
+    drelay.drafter.load_state_dict(trained, strict=False)  # convolutions may be new, and start as nothing
+    return drelay
 
 
 def start_from_counts(drelay, examples: Iterable[ResponseExample]) -> None:

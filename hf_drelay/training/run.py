@@ -20,7 +20,7 @@ from hf_drelay.targets import describe_demo_target, load_demo_target
 
 from .config import DRelayTrainingConfig
 from .data import ResponseExample, frequent_tokens, load_responses, response_files, split_by_prompt
-from .head_start import start_from_counts
+from .head_start import new_head_config, start_from_counts, with_new_head
 from .responses import Decoding, prepare_responses
 from .trainer import DRelayTrainer
 
@@ -61,7 +61,8 @@ def load_examples(
 def starting_config(config: DRelayTrainingConfig, target_config) -> DRelayConfig:
     """Configuration of the drafter that a run starts from."""
     if config.drafter is not None:
-        return DRelayConfig.from_pretrained(config.drafter)
+        own = DRelayConfig.from_pretrained(config.drafter)
+        return own if config.new_head is None else new_head_config(own, config.new_head)
     return drafter_config(config, target_config)
 
 
@@ -84,18 +85,25 @@ def drafter_config(config: DRelayTrainingConfig, target_config) -> DRelayConfig:
 
 def build_drafter(config: DRelayTrainingConfig, target, train_examples: list[ResponseExample]) -> DRelayModel:
     """The drafter that a run starts from, in fp32."""
-    if config.drafter is not None:
-        return DRelayModel.from_pretrained(config.drafter, dtype=torch.float32).to(config.device)
     torch.manual_seed(config.seed)
+    if config.drafter is not None:
+        drelay = DRelayModel.from_pretrained(config.drafter, dtype=torch.float32)
+        if config.new_head is not None:
+            drelay = _with_counts(with_new_head(drelay, config.new_head), config, train_examples)
+        return drelay.to(config.device)
     own = drafter_config(config, target.config)
     drelay = DRelayModel(own)
     if own.draft_vocab_size is not None:
         drelay.set_shortlist(frequent_tokens(train_examples, own.draft_vocab_size, always=own.eos_token_ids))
     if config.start_from_target:
         drelay.drafter.initialize_from_target(target)
+    return _with_counts(drelay, config, train_examples).to(config.device)
+
+
+def _with_counts(drelay: DRelayModel, config: DRelayTrainingConfig, train_examples) -> DRelayModel:
     if config.start_from_counts and config.train_selector:
         start_from_counts(drelay, train_examples)
-    return drelay.to(config.device)
+    return drelay
 
 
 def build_trainer(config: DRelayTrainingConfig):

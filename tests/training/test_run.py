@@ -92,6 +92,21 @@ class TestTrain:
         trainer, _ = build_trainer(DRelayTrainingConfig(**other))
         torch.testing.assert_close(trainer.model.state_dict(), DRelayModel.from_pretrained(folder).state_dict())
 
+    def test_new_head_keeps_the_backbone_of_the_drafter(self, recipe, tmp_path):
+        folder = train(DRelayTrainingConfig(**recipe))
+        other = recipe | {"output_dir": str(tmp_path / "other"), "drafter": str(folder), "drafter_config": None}
+        new_head = {"head": "markov", "head_rank": 4}
+        drelay = build_trainer(DRelayTrainingConfig(**other, new_head=new_head))[0].model
+        assert (drelay.config.head, drelay.config.head_rank) == ("markov", 4)
+        kept = DRelayModel.from_pretrained(folder)
+        torch.testing.assert_close(drelay.drafter.state_dict(), kept.drafter.state_dict())
+        assert torch.equal(drelay.selector.shortlist_rows, kept.selector.shortlist_rows)
+        assert plan_run(DRelayTrainingConfig(**other, new_head=new_head))["drafter parameters"]
+        with pytest.raises(ValueError, match="change the backbone that is to be kept"):
+            build_trainer(DRelayTrainingConfig(**other, new_head={"intermediate_size": 24}))
+        with pytest.raises(ValueError, match=r"`new_head` \{'head': 'relay'\} needs the `drafter`"):
+            DRelayTrainingConfig(**recipe, new_head={"head": "relay"})
+
     def test_held_out_file_is_not_trained_on(self, recipe, responses_file, tmp_path):
         rows = responses_file.read_text().splitlines(keepends=True)
         held_out = tmp_path / "held_out.jsonl"
