@@ -192,6 +192,7 @@ class RoundParts:
         self._session = DraftSession(drelay.drafter, drelay.adapter(target))
         self._states = self._verify(self.prompt_ids)
         self._session.extend(self._states)
+        self._session.begin_stage(self.prompt_ids)
         self._freeze()
         self._rows = self._backbone()
         self._inputs = self._head(self._rows)

@@ -50,6 +50,7 @@ _CONFIG_FIELDS = (
     "use_selector",
     "selector_hidden_size",
     "pair_rank",
+    "copy_order",
     "loop_gate",
     "max_stages",
     "chat_template_mode",

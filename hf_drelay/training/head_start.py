@@ -21,6 +21,8 @@ SMOOTHING = 20.0
 PAIR_WEIGHT = 0.5
 # Of each length of a match.
 COPY_WEIGHT = 1.0
+# Counts beyond so many tokens change nothing and would fill the memory.
+MOST_TOKENS = 20_000_000
 
 
 def new_head_config(base: DRelayConfig, fields: dict) -> DRelayConfig:
@@ -78,8 +80,11 @@ def count_pairs(examples: Iterable[ResponseExample], selector) -> torch.Tensor:
     How often a token of the responses follows another one, sparse, in rows of the head's tables: `(predecessors,
     successors)`. Tokens that cannot be drafted are no successors.
     """
-    before, after = [], []
+    before, after, num_tokens = [], [], 0
     for example in examples:
+        if num_tokens > MOST_TOKENS:
+            break
+        num_tokens += len(example.input_ids)
         # The first token of a response follows the last one of its prompt.
         ids = example.input_ids[max(example.prompt_length - 1, 0) :].to(selector.device)
         before.append(selector.previous_rows(ids[:-1]))
