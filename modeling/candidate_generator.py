@@ -90,6 +90,7 @@ class DRelayCandidateGenerator:
             self._request["return_shared_kv_states"] = True
         self.model_kwargs_overrides = self._request  # the host reads this anew in every round
         self._is_prompt_fed = False
+        self._num_padding = 0  # ids in front that are no text
         self._unread: list[torch.Tensor] = []  # verified states that no draft needed yet
         self._num_new = 0  # of them, those that the coming stage is the first to read
         self._blocks: list[DraftBlock] = []
@@ -111,6 +112,7 @@ class DRelayCandidateGenerator:
         model_kwargs = model_kwargs or {}
         if is_first_iteration:
             self._keep_mask(input_ids, model_kwargs, 0)
+            self.skip_padding(model_kwargs.get("attention_mask"), input_ids)
             return input_ids, None
         self.clock.lap("verify" if self._is_prompt_fed else "prefill")
         self._observe_time(int(n_last_matches) + 1)
@@ -208,6 +210,11 @@ class DRelayCandidateGenerator:
         self.session.observe(model_outputs, 0, num_rejected)
         self.feed(states)
 
+    def skip_padding(self, mask: torch.Tensor | None, input_ids: torch.LongTensor) -> None:
+        """Take the ids of the prompt `(1, T)` that the `mask` `(1, >= T)` hides for padding, which is in front."""
+        if mask is not None and mask.dim() == 2 and input_ids.shape[1]:  # embeddings have no ids
+            self._num_padding = int((mask[0, -input_ids.shape[1] :] == 0).sum())
+
     def feed(self, states: torch.Tensor) -> None:
         """Tapped hidden states `(1, n, L*H)` of newly verified positions; they are read when something is drafted."""
         if states.shape[1]:  # a prompt may be padding only
@@ -292,7 +299,7 @@ class DRelayCandidateGenerator:
         if is_planned_ahead and not (is_chain and has_tree):
             self._beliefs.append([])
             self.session.plan = self._plan_slot if is_chain else self._plan
-        self.session.begin_stage(input_ids.to(self.model.drafter.device))
+        self.session.begin_stage(input_ids[:, self._num_padding :].to(self.model.drafter.device))
         self.proposal.input_ids = input_ids
         return num_slots
 

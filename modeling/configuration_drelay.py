@@ -343,7 +343,6 @@ class DRelayConfig(PreTrainedConfig):
         """
         text = target_config.get_text_config(decoder=True)
         num_heads = text.num_attention_heads
-        selector_width = 256 if text.hidden_size <= 1024 else 512
         derived = {
             "target_name_or_path": target_config._name_or_path or None,
             "vocab_size": text.vocab_size,
@@ -365,10 +364,15 @@ class DRelayConfig(PreTrainedConfig):
             "pad_token_id": text.pad_token_id,
             "mask_token_id": text.pad_token_id if text.pad_token_id is not None else 0,
             "use_mask_embedding": True,
-            "selector_hidden_size": selector_width,
-            "pair_rank": selector_width // 2,
+            **cls.head_sizes(text.hidden_size),
         }
         return cls(**(derived | overrides))
+
+    @staticmethod
+    def head_sizes(hidden_size: int) -> dict[str, int]:
+        """Sizes of a relay head for a target of that width."""
+        selector_width = 256 if hidden_size <= 1024 else 512
+        return {"selector_hidden_size": selector_width, "pair_rank": selector_width // 2}
 
     def _check_fields(self) -> None:
         """Raise a `ValueError` for the first field that cannot be."""
@@ -483,9 +487,9 @@ class DRelayConfig(PreTrainedConfig):
         require(_is_count(self.copy_window), f"`copy_window` is {self.copy_window!r}; expected at least 1 token.")
         reads = [name for name in ("use_global_read", "use_history_read", "use_prefix_read") if getattr(self, name)]
         require(
-            self.use_rank_head or self.use_repair_gate or not reads,
-            f"`{next(iter(reads), '')}` feeds the rank head and the repair gate, which are both off; turn one of them "
-            "on, or this read off.",
+            self.head != "relay" or self.use_rank_head or self.use_repair_gate or not reads,
+            f"{' and '.join(f'`{name}`' for name in reads)} feed the rank head and the repair gate, which are both "
+            "off; turn one of these on, or the reads off.",
         )
         require(
             self.provisional_norm in ("final", "hidden"),

@@ -67,10 +67,9 @@ class DraftSession:
         self.history_mask = torch.cat([self.history_mask, seen], dim=1)[:, -window:]
 
     def begin_stage(self, input_ids: torch.LongTensor) -> None:
-        """The next stage starts behind `input_ids` `(1, T)`, committed and drafted ones."""
+        """The next stage starts behind `input_ids` `(1, T)`, committed and drafted ones without padding."""
         self.anchor_ids = input_ids[:, -1]
-        # Padding has no position; embeddings that were given instead of tokens have no id.
-        self.text_ids = input_ids[:, max(0, input_ids.shape[1] - 1 - self.anchor_position) : -1]
+        self.text_ids = input_ids[:, :-1]
 
     def extend_provisional(self, features: torch.Tensor) -> None:
         """Append stand-ins `(1, n, H)` for features that the target has not computed yet."""

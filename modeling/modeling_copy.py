@@ -27,8 +27,11 @@ class CopyPath(nn.Module):
 
     def forward(self, hidden_states, text_ids, path_ids, candidate_ids):
         """Score `(B, R, C)` from `hidden_states` `(B, R, H)` and the arguments of [`copy_counts`]."""
-        counts = copy_counts(text_ids[:, -self.window :], path_ids, candidate_ids, self.order)
-        return (counts.log1p() * self.weight_proj(hidden_states)[:, :, None]).sum(dim=-1)
+        # Counts are exact, and so are the scores: mixed precision would round them in training and not in drafting.
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            counts = copy_counts(text_ids[:, -self.window :], path_ids, candidate_ids, self.order)
+        weights = self.weight_proj(hidden_states).float()
+        return (counts.log1p() * weights[:, :, None]).sum(dim=-1)
 
 
 def copy_counts(
@@ -59,8 +62,8 @@ def copy_counts(
         matches = matches & same & (earlier >= 0)[:, None]
         kinds.append(matches)  # (B, R, T + P)
     behind = F.pad(text[:, 1:], (0, 1), value=-1)
-    copies = (behind[:, None, None] == candidate_ids[..., None]).float()
-    return copies @ torch.stack(kinds, dim=-1).float()
+    follows = (behind[:, None, None] == candidate_ids[..., None]).float()
+    return follows @ torch.stack(kinds, dim=-1).float()
 
 
 __all__ = ["CopyPath", "copy_counts"]

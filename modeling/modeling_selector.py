@@ -291,8 +291,7 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
             previous = self.previous_rows(path_ids[:, first:last])
             scores = scores + self.pair_path(hidden, state.candidate_rows[:, first:last], previous).float()
         if self.copy_path is not None:
-            copies = self.copy_path(hidden, state.inputs.text_ids, path_ids, pool.ids[:, first:last])
-            scores = scores + copies.float()
+            scores = scores + self.copy_path(hidden, state.inputs.text_ids, path_ids, pool.ids[:, first:last])
         if not self.has_trunk:
             return scores.log_softmax(dim=-1)
         trunk = state.trunk[:, first:last]

@@ -174,12 +174,14 @@ class SpeculativeLoop:
         self.lengths = [self.num_slots] * self.num_rows  # slots of each row that hold its tokens
         self.generators = [self._generator(row, vocab_size) for row in rows]
         self.view.statistics = self.statistics
+        mask = self.model_kwargs.get("attention_mask")
         for row in rows:
             own_states = states[row : row + 1, seen[row]]
+            if mask is not None:
+                self.generators[row].skip_padding(mask[row : row + 1], self.input_ids[row : row + 1])
             if self.shares_cache:
                 self._share_cache(row, own_states.shape[1], outputs)
             self.generators[row].feed(own_states)
-        mask = self.model_kwargs.get("attention_mask")
         hides = mask is not None and mask.dim() == 2 and not bool(mask.all())
         self.prompt_mask = mask if hides else None
         positions = self.model_kwargs.get("position_ids")

@@ -34,9 +34,10 @@ from tqdm.auto import tqdm
 from hf_drelay import DRelayModel
 from hf_drelay.evaluation.records import command_line, environment, weights_sha256, write_json
 from hf_drelay.evaluation.replay import ReplayedResponse, replay_response, replay_responses, tapped_states
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.training.config import DRelayTrainingConfig
-from hf_drelay.training.head_start import new_head_config, start_from_counts, with_new_head
+from hf_drelay.training.head_start import start_from_counts, with_new_head
 from hf_drelay.training.run import build_drafter, load_examples, load_target, save_release
 from hf_drelay.training.trainer import DRelayTrainer, collate
 
@@ -45,6 +46,8 @@ PACE_BATCHES = 5
 ONE_STAGE = {"loop_gate": None, "num_draft_tokens": None}  # the whole block
 LOOP = {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3}
 LOOP_RUN = {"loop_start": 0.0, "loop_depth": LOOP["max_stages"], "loop_tokens": LOOP["num_draft_tokens"]}
+# Of the shipped selector; every relay arm but those that say otherwise.
+HEAD = {"selector_hidden_size": 192, "pair_rank": 96, "use_repaired_feature": False}
 NO_READS = {"use_global_read": False, "use_history_read": False, "use_prefix_read": False}
 PATHS_ALONE = NO_READS | {"use_rank_head": False, "use_repair_gate": False}
 # Fields of the drafter's configuration, and arguments of the run, by arm.
@@ -75,11 +78,15 @@ ABLATION: dict[str, tuple[dict, dict]] = {
     "joint, loop-aware": ({}, LOOP_RUN),
 }
 # Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone, that of the shipped selector.
-# The base may be older than the copy path, so every relay arm says that it has one.
-ABLATION = {arm: ({"copy_order": 3} | fields, run) for arm, (fields, run) in ABLATION.items()}
+ABLATION = {arm: (HEAD | fields, run) for arm, (fields, run) in ABLATION.items()}
 COMPARISON: dict[str, tuple[dict, dict]] = {
-    "relay": ({"head": "relay", "copy_order": 3}, {}),
-    "relay, pair and copy path alone": ({"head": "relay", "copy_order": 3, "pair_rank": 190} | PATHS_ALONE, {}),
+    "relay": (HEAD | PATHS_ALONE | {"pair_rank": 190}, {}),
+    "relay, every part": (HEAD, {}),
+    "relay, without copy path": (HEAD | PATHS_ALONE | {"pair_rank": 190, "copy_order": 0}, {}),
+    "relay, without copy path and counts": (
+        HEAD | PATHS_ALONE | {"pair_rank": 190, "copy_order": 0},
+        {"start_from_counts": False},
+    ),
     "DFlash": ({"head": "independent"}, {"head_learning_rate": None}),
     "DFlash 2": ({"head": "bilinear", "head_rank": 190, "conv_kernel_size": 2}, {"slot_weight": "dpace"}),
     "Domino": ({"head": "recurrent", "head_rank": 267, "gru_hidden_dim": 384}, {"base_anchor_end": 1.0}),
@@ -158,7 +165,10 @@ def build_arm(base: DRelayModel, target, fields: dict, seed: int) -> DRelayModel
     torch.manual_seed(seed)
     if "backbone" not in fields:
         return with_new_head(base, fields)
-    drelay = DRelayModel(new_head_config(base.config, dict.fromkeys(("layer_types", "block_causal")) | fields))
+    own = {name: getattr(base.config, name) for name in DRelayConfig.own_fields()}
+    own |= {name: getattr(base.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    own |= dict.fromkeys(("layer_types", "block_causal", "use_selector"))  # follow from what is set
+    drelay = DRelayModel(DRelayConfig(**own | fields))
     if base.config.draft_vocab_size is not None:
         drelay.set_shortlist(base.drafter.draft_token_ids)
     drelay.drafter.initialize_from_target(target)
@@ -217,6 +227,8 @@ def parse_arguments() -> argparse.Namespace:
         needed.insert(1, "base")
     if missing := [name for name in needed if getattr(arguments, name) is None]:
         parser.error(f"--{missing[0].replace('_', '-')} is needed")
+    if arguments.pace is not None and arguments.arm is not None:
+        parser.error("--arm: name the arms behind --pace")
     for arm in [arguments.arm] if arguments.pace is None else arguments.pace:
         if arm not in STUDIES[arguments.study]:
             parser.error(f"arm {arm!r} is none of --study {arguments.study}; --list names them")
@@ -233,11 +245,21 @@ class Study:
         self.scratch = tempfile.TemporaryDirectory()
         config = DRelayTrainingConfig(**self.common(1))
         self.target, tokenizer = load_target(config)
-        self.base = mode = None
+        self.base = self.base_sha256 = mode = None
         if arguments.base is not None:
             self.base = DRelayModel.from_pretrained(arguments.base, dtype=torch.float32)
+            self.base_sha256 = weights_sha256(self.base)
             mode = self.base.config.chat_template_mode
         self.examples, self.held_out = load_examples(config, tokenizer, mode)
+
+    def about(self) -> dict:
+        """What must be the same for all that is compared."""
+        return {
+            "study": self.arguments.study,
+            "batch_size": self.arguments.batch_size,
+            "base_weights_sha256": self.base_sha256,
+            "responses_sha256": digest(self.examples),
+        }
 
     def common(self, num_steps: int) -> dict:
         """Arguments of every run."""
@@ -300,31 +322,39 @@ def measure_pace(arguments) -> dict:
             spent = step_seconds(trainer, batch)
             if number:  # the first one pays for what is set up once
                 seconds[arm] += spent / len(starts)
-    record = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"arms": {}}
-    return {
-        "study": arguments.study,
-        "command": command_line(),
-        "environment": environment(),
-        "batch_size": size,
-        # Another arm that is added later is measured beside the first one again, whose seconds stay as they are.
+    about = study.about()
+    record = json.loads(arguments.output.read_text()) if arguments.output.exists() else about
+    check_same(arguments.output, record, about)
+    # Another arm that is added later is measured beside the first one again, whose seconds stay as they are.
+    return about | {
         "seconds_per_step": record.get("seconds_per_step", seconds[first]),
-        "arms": record["arms"] | {arm: value / seconds[first] for arm, value in seconds.items()},
+        "arms": record.get("arms", {}) | {arm: value / seconds[first] for arm, value in seconds.items()},
+        "commands": [*record.get("commands", []), command_line()],
+        "environment": record.get("environment", environment()),
     }
 
 
 def step_seconds(trainer: ArmTrainer, batch: dict) -> float:
-    """Seconds of a whole step on `batch`, the target's forward excepted."""
+    """Seconds of a whole step on `batch`, in the middle of a run, the target's forward excepted."""
     if trainer.optimizer is None:
         trainer.create_optimizer()
+        trainer.prepared = trainer.accelerator.prepare(trainer.model)  # in the precision of a run
+        trainer.state.global_step, trainer.state.max_steps = 500, 1000
+        trainer.current_gradient_accumulation_steps = 1
     trainer.features.get(batch["keys"], batch["input_ids"], batch["lengths"].tolist())
-    trainer.current_gradient_accumulation_steps = 1
-    started = time.perf_counter()
-    trainer.training_step(trainer.model, batch)
+    started = now_s()
+    trainer.training_step(trainer.prepared, batch)
+    torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
     trainer.optimizer.step()
     trainer.optimizer.zero_grad()
+    return now_s() - started
+
+
+def now_s() -> float:
+    """Time of day, once the device has done what it was given."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+    return time.perf_counter()
 
 
 def steps_in(minutes: float, pace: dict, arm: str) -> int:
@@ -353,6 +383,16 @@ def digest(examples: list) -> str:
     return hashlib.sha256(json.dumps([e.input_ids.tolist() for e in examples]).encode()).hexdigest()[:16]
 
 
+def check_same(path: Path, record: dict, about: dict) -> None:
+    """End the call if what is in the file at `path` was measured about something else."""
+    for name, value in about.items():
+        if record.get(name) != value:
+            raise SystemExit(
+                f"{path} holds arms with another `{name}` ({record.get(name)!r} instead of {value!r}), so they cannot "
+                "be compared; name another file."
+            )
+
+
 def add_row(output: Path, about: dict, row: dict) -> None:
     """
     Put `row` into the file of the study, which arms that run at the same time share. What they are measured `about`
@@ -360,12 +400,7 @@ def add_row(output: Path, about: dict, row: dict) -> None:
     """
     with FileLock(f"{output}.lock"):
         record = json.loads(output.read_text()) if output.exists() else about | {"rows": []}
-        for name, value in about.items():
-            if record.get(name) != value:
-                raise SystemExit(
-                    f"--output {output} holds arms with another `{name}` ({record.get(name)!r} instead of {value!r}), "
-                    "so they cannot be compared; name another file."
-                )
+        check_same(output, record, about)
         rows = [r for r in record["rows"] if (r["arm"], r["seed"]) != (row["arm"], row["seed"])]
         write_json(output, about | {"rows": [*rows, row]})
 
@@ -380,6 +415,8 @@ def main() -> None:
     fields, run = STUDIES[arguments.study][arguments.arm]
     pace = json.loads(arguments.pace_file.read_text())
     study = Study(arguments)
+    shared = study.about()
+    check_same(arguments.pace_file, pace, shared)
     trainer = study.trainer(arguments.arm, steps_in(arguments.minutes, pace, arguments.arm))
     trainer.compute_features()
     trainer.train()
@@ -405,16 +442,12 @@ def main() -> None:
         "one stage": measure(drelay, trainer.target, responses, use_selector=use_selector, **ONE_STAGE),
         "DLoop": measure(drelay, trainer.target, responses, use_selector=use_selector, **LOOP),
     }
-    about = {
-        "study": arguments.study,
+    about = shared | {
         "minutes": arguments.minutes,
         "seconds_per_step": pace["seconds_per_step"],  # of the first arm
-        "base_weights_sha256": None if fields is None else weights_sha256(DRelayModel.from_pretrained(arguments.base)),
-        "responses_sha256": digest(study.examples),
         "held_out_sha256": digest(trainer.held_out),
         "num_responses": len(responses),
         "max_response": arguments.max_response,
-        "batch_size": arguments.batch_size,
         "one stage": ONE_STAGE,
         "DLoop": LOOP,
     }

@@ -96,6 +96,7 @@ class DemoEngine:
         self.tokenizer = tokenizer
         self.drafters = drafters
         self.limits = limits or DemoLimits()
+        self._views: dict[tuple, object] = {}  # by drafter and options
         self.is_warm = False
         for drelay in drafters.values():
             drelay.adapter(target)  # an error that names what does not fit, before anybody waits for an answer
@@ -179,14 +180,18 @@ class DemoEngine:
 
     def _view(self, settings: DemoSettings):
         drelay = self.drafters[settings.drafter]
-        return drelay.with_options(
-            use_selector=settings.use_selector and drelay.selector is not None,
-            loop_gate=settings.loop_gate,
-            max_stages=settings.max_stages,
-            num_draft_tokens=min(settings.num_draft_tokens, drelay.config.num_drafts),
-            proposal=settings.proposal,
-            trace=True,
-        )
+        options = {
+            "use_selector": settings.use_selector and drelay.selector is not None,
+            "loop_gate": settings.loop_gate,
+            "max_stages": settings.max_stages,
+            "num_draft_tokens": min(settings.num_draft_tokens, drelay.config.num_drafts),
+            "proposal": settings.proposal,
+        }
+        # What the cost-aware gate has measured belongs to a view and should outlive an answer.
+        key = (settings.drafter, *options.values())
+        if key not in self._views:
+            self._views[key] = drelay.with_options(**options, trace=True)
+        return self._views[key]
 
     def _arguments(self, settings: DemoSettings) -> dict:
         arguments = {"max_new_tokens": min(settings.max_new_tokens, self.limits.max_new_tokens)}

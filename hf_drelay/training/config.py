@@ -32,8 +32,8 @@ class DRelayTrainingConfig(TrainingArguments):
         start_from_target (`bool`): Start a new drafter from the target's last layers.
         new_head (`dict`, *optional*): Give `drafter` a new head and keep its backbone; fields of its configuration
             that differ, such as `{"head": "relay"}`.
-        start_from_counts (`bool`): Start a new relay head from counts of neighbouring tokens in the responses, see
-            `head_start.py`.
+        start_from_counts (`bool`): Start a new relay head from counts: its pair path from neighbouring tokens in the
+            responses, its copy path from the weights that such a path has (see `head_start.py`).
 
     > The data
 
@@ -192,6 +192,10 @@ class DRelayTrainingConfig(TrainingArguments):
                 f"`new_head` {self.new_head} needs the `drafter` whose backbone it gets; name one, or set the fields "
                 "of a new drafter with `drafter_config`."
             )
+        if self.new_head is not None and not isinstance(self.new_head, dict):
+            raise ValueError(f'`new_head` is {self.new_head!r}; expected fields as JSON, such as {{"head": "relay"}}.')
+        if self.new_head is not None and not self.train_selector:
+            raise ValueError("`train_selector=False` would leave the `new_head` untrained; leave one of them out.")
         # The trainer's batches carry lengths and keys that no forward signature names.
         self.remove_unused_columns = False
         self.objective()

@@ -1,8 +1,7 @@
 """The start of a head: a new one on a trained backbone, and what a relay head can count instead of learning it.
 
-A pair path with random tables needs tens of thousands of blocks to learn which token follows which, and a copy path
-with zero weights to learn that texts repeat themselves. A count of the responses tells the first at once, and nobody
-needs to be told the second.
+A pair path with random tables needs tens of thousands of blocks to learn which token follows which; a count of the
+responses tells it at once. That texts repeat themselves is true of all of them, so the copy path starts with weights.
 """
 
 from collections.abc import Iterable
@@ -19,39 +18,62 @@ from .data import ResponseExample
 SMOOTHING = 20.0
 # Share of the score of a pair that counts at first; the drafter's own logits know a part of it already.
 PAIR_WEIGHT = 0.5
-# Of each length of a match.
+# Of the copy path, for each length of a match.
 COPY_WEIGHT = 1.0
-# Counts beyond so many tokens change nothing and would fill the memory.
+# Of more tokens an even share is counted, for the sake of memory.
 MOST_TOKENS = 20_000_000
+HEAD_FIELDS = (
+    "head",
+    "use_selector",
+    "head_rank",
+    "gru_hidden_dim",
+    "pure_draft_prefix_len",
+    "markov_head_type",
+    "use_confidence_head",
+    "confidence_head_with_markov",
+    "selector_hidden_size",
+    "selector_num_heads",
+    "selector_num_layers",
+    "use_global_read",
+    "use_history_read",
+    "use_prefix_read",
+    "use_rank_head",
+    "use_repair_gate",
+    "history_window",
+    "pair_rank",
+    "copy_order",
+    "copy_window",
+    "use_repaired_feature",
+)
+DRAFTING_FIELDS = ("pool_size", "proposal", "num_draft_tokens", "loop_gate", "max_stages", "confidence_threshold")
+CONVOLUTION_FIELDS = ("conv_kernel_size", "conv_group_size")
 
 
 def new_head_config(base: DRelayConfig, fields: dict) -> DRelayConfig:
-    """The configuration of `base` with other `fields` of its head."""
-    own = {name: getattr(base, name) for name in DRelayConfig.own_fields()}
+    """
+    The configuration of `base` with another head: `fields` of it, and what they leave out as for a new drafter.
+
+    Raises:
+        ValueError: If a field is none of the head's.
+    """
+    foreign = sorted(set(fields) - {*HEAD_FIELDS, *DRAFTING_FIELDS, *CONVOLUTION_FIELDS})
+    if foreign:
+        raise ValueError(
+            f"`{foreign[0]}` ({fields[foreign[0]]!r}) is no field of a head, and the drafter's backbone is kept as it "
+            f"is; set {', '.join(HEAD_FIELDS[:3])} and their like, or train a new drafter with `drafter_config`."
+        )
+    own = {name: getattr(base, name) for name in DRelayConfig.own_fields() if name not in HEAD_FIELDS}
     own |= {name: getattr(base, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    if "head" in fields:
-        del own["use_selector"]  # follows from the head
-    return DRelayConfig(**own | fields)
+    return DRelayConfig(**own | DRelayConfig.head_sizes(base.hidden_size) | {"head": "relay"} | fields)
 
 
 def with_new_head(base: DRelayModel, fields: dict) -> DRelayModel:
-    """
-    The backbone of `base` under a new, untrained head; `fields` are those of the configuration that differ.
-
-    Raises:
-        ValueError: If the fields change the backbone.
-    """
+    """The backbone of `base` under a new, untrained head; `fields` and errors are those of `new_head_config`."""
     drelay = DRelayModel(new_head_config(base.config, fields))
     if base.config.draft_vocab_size is not None:
         drelay.set_shortlist(base.drafter.draft_token_ids)
-    own, trained = drelay.drafter.state_dict(), base.drafter.state_dict()
-    different = [name for name in trained if name not in own or own[name].shape != trained[name].shape]
-    if different:
-        raise ValueError(
-            f"The fields {sorted(fields)} of a new head change the backbone that is to be kept: its `{different[0]}` "
-            "has no place any more. Set fields of the head alone."
-        )
-    drelay.drafter.load_state_dict(trained, strict=False)  # convolutions may be new, and start as nothing
+    drelay.drafter.load_state_dict(base.drafter.state_dict(), strict=False)  # convolutions may be new: they do nothing
+    drelay.frozen_copies = base.frozen_copies
     return drelay
 
 
@@ -80,11 +102,10 @@ def count_pairs(examples: Iterable[ResponseExample], selector) -> torch.Tensor:
     How often a token of the responses follows another one, sparse, in rows of the head's tables: `(predecessors,
     successors)`. Tokens that cannot be drafted are no successors.
     """
-    before, after, num_tokens = [], [], 0
-    for example in examples:
-        if num_tokens > MOST_TOKENS:
-            break
-        num_tokens += len(example.input_ids)
+    examples = list(examples)
+    every = 1 + sum(len(example.input_ids) for example in examples) // MOST_TOKENS  # files hold a kind of prompt each
+    before, after = [], []
+    for example in examples[::every]:
         # The first token of a response follows the last one of its prompt.
         ids = example.input_ids[max(example.prompt_length - 1, 0) :].to(selector.device)
         before.append(selector.previous_rows(ids[:-1]))

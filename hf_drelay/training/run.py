@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from hf_drelay.evaluation.records import environment, replace_file, write_json
+from hf_drelay.modeling.checkpoint_formats import is_public_format
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.targets import describe_demo_target, load_demo_target
@@ -61,7 +62,13 @@ def load_examples(
 def starting_config(config: DRelayTrainingConfig, target_config) -> DRelayConfig:
     """Configuration of the drafter that a run starts from."""
     if config.drafter is not None:
-        own = DRelayConfig.from_pretrained(config.drafter)
+        # Of a public format the weights tell a part of the configuration.
+        is_public = is_public_format(DRelayConfig.get_config_dict(config.drafter)[0])
+        own = (
+            DRelayModel.from_pretrained(config.drafter).config
+            if is_public
+            else DRelayConfig.from_pretrained(config.drafter)
+        )
         return own if config.new_head is None else new_head_config(own, config.new_head)
     return drafter_config(config, target_config)
 

@@ -1,5 +1,6 @@
 """The copy path: counts of what followed the same tokens earlier in the text, and where the text comes from."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,19 +70,24 @@ def copies_alone(toolbox, target, **fields):
     return drafter
 
 
-def test_text_of_a_batch_is_that_of_its_rows(toolbox, monkeypatch):
+@pytest.fixture
+def seen(monkeypatch) -> list[list[int]]:
+    """Texts that stages started behind."""
+    texts, begin = [], DraftSession.begin_stage
+
+    def note(self, input_ids):
+        begin(self, input_ids)
+        texts.append([*self.text_ids[0].tolist(), *self.anchor_ids.tolist()])
+
+    monkeypatch.setattr(DraftSession, "begin_stage", note)
+    return texts
+
+
+def test_text_of_a_batch_is_that_of_its_rows(toolbox, seen):
     """Padding is no text, stages see the drafts before them, and rows drafted together have texts of their own."""
     target = toolbox.target("qwen3")
     prompts = [toolbox.prompt(length, seed=row) for row, length in enumerate((9, 4, 12))]
     drafter = copies_alone(toolbox, target)
-    seen = []
-    begin = DraftSession.begin_stage
-
-    def note(self, input_ids):
-        begin(self, input_ids)
-        seen.append([*self.text_ids[0].tolist(), *self.anchor_ids.tolist()])
-
-    monkeypatch.setattr(DraftSession, "begin_stage", note)
     texts = {}
     for row, prompt in enumerate(prompts):
         seen.clear()
@@ -97,6 +103,35 @@ def test_text_of_a_batch_is_that_of_its_rows(toolbox, monkeypatch):
     for row, prompt in enumerate(prompts):
         assert output[row, 12 - prompt.shape[1] :].tolist() == texts[row][0]
     assert set(map(tuple, seen)) == set.union(*(stages for _, stages in texts.values()))
+
+
+@pytest.mark.parametrize("loop", ["own", "host"])
+def test_padding_of_one_row_is_no_text(toolbox, seen, loop):
+    target, prompt = toolbox.target("qwen3"), toolbox.prompt(5)
+    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), prompt], dim=1)
+    view = copies_alone(toolbox, target).with_options(decoding_loop=loop)
+    toolbox.greedy(target, ids, view, attention_mask=(ids != 0).long())
+    assert seen and all(text[:5] == prompt[0].tolist() for text in seen)
+
+
+def test_second_turn_knows_the_text_of_the_first(toolbox, seen):
+    """Also the part whose features the drafter never sees, because the cache came filled."""
+    target, prompt = toolbox.target("qwen3"), toolbox.prompt(9)
+    view = copies_alone(toolbox, target).with_options()
+    turn = toolbox.greedy(target, prompt, view, max_new_tokens=8, return_dict_in_generate=True)
+    whole = torch.cat([turn.sequences, toolbox.prompt(4, seed=8)], dim=1)
+    seen.clear()
+    toolbox.greedy(target, whole, view, max_new_tokens=8, **{toolbox.cache_keyword(): turn.past_key_values})
+    assert seen and all(text[: whole.shape[1]] == whole[0].tolist() for text in seen)
+
+
+def test_mixed_precision_leaves_the_scores_exact(toolbox):
+    path = copies_alone(toolbox, toolbox.target("qwen3")).selector.copy_path
+    text, candidates = torch.full((1, 900), 3), torch.tensor([[[3, 5]]])
+    arguments = (torch.zeros(1, 1, path.weight_proj.in_features), text, torch.tensor([[3]]), candidates)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        mixed = path(*arguments)
+    assert torch.equal(mixed, path(*arguments)) and mixed.dtype == torch.float32
 
 
 def test_a_text_that_repeats_itself_is_drafted_from_the_repetition(toolbox):

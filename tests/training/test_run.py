@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
 
 from hf_drelay import DRelayModel
+from hf_drelay.modeling.checkpoint_formats import export_checkpoint
+from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.training.check import check_run
 from hf_drelay.training.config import DRelayTrainingConfig, read_yaml
 from hf_drelay.training.plan import plan_run
@@ -102,10 +104,27 @@ class TestTrain:
         torch.testing.assert_close(drelay.drafter.state_dict(), kept.drafter.state_dict())
         assert torch.equal(drelay.selector.shortlist_rows, kept.selector.shortlist_rows)
         assert plan_run(DRelayTrainingConfig(**other, new_head=new_head))["drafter parameters"]
-        with pytest.raises(ValueError, match="change the backbone that is to be kept"):
-            build_trainer(DRelayTrainingConfig(**other, new_head={"intermediate_size": 24}))
+        with pytest.raises(ValueError, match=r"`layout` \('fill_in'\) is no field of a head"):
+            build_trainer(DRelayTrainingConfig(**other, new_head={"layout": "fill_in"}))
+        with pytest.raises(ValueError, match="`new_head` is 'relay'; expected fields as JSON"):
+            DRelayTrainingConfig(**other, new_head="relay")
         with pytest.raises(ValueError, match=r"`new_head` \{'head': 'relay'\} needs the `drafter`"):
             DRelayTrainingConfig(**recipe, new_head={"head": "relay"})
+
+    def test_public_checkpoint_gets_a_new_head(self, recipe, target_folder, tmp_path):
+        sizes = {"num_hidden_layers": 1, "block_size": 3, "use_mask_embedding": False, "use_qk_norm": True}
+        config = AutoConfig.from_pretrained(target_folder)
+        public = DRelayModel(DRelayConfig.for_target(config, head="independent", **sizes))
+        config, tensors = export_checkpoint(public.config, public.state_dict(), "zlab")
+        folder = tmp_path / "public"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "model.safetensors")
+        run = recipe | {"drafter": str(folder), "drafter_config": None, "max_steps": 1}
+        new_head = {"head": "relay", "selector_hidden_size": 8, "selector_num_heads": 2, "pair_rank": 2}
+        drelay = DRelayModel.from_pretrained(train(DRelayTrainingConfig(**run, new_head=new_head)))
+        assert (drelay.config.head, drelay.config.copy_order) == ("relay", 3)
+        assert drelay.selector.copy_path.weight_proj.bias.min() > 0.5
 
     def test_held_out_file_is_not_trained_on(self, recipe, responses_file, tmp_path):
         rows = responses_file.read_text().splitlines(keepends=True)
