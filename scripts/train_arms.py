@@ -80,11 +80,11 @@ ABLATION: dict[str, tuple[dict, dict]] = {
 # Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone, that of the shipped selector.
 ABLATION = {arm: (HEAD | fields, run) for arm, (fields, run) in ABLATION.items()}
 COMPARISON: dict[str, tuple[dict, dict]] = {
-    "relay": (HEAD | PATHS_ALONE | {"pair_rank": 190}, {}),
+    "relay": (HEAD | PATHS_ALONE | {"pair_rank": 209}, {}),
     "relay, every part": (HEAD, {}),
-    "relay, without copy path": (HEAD | PATHS_ALONE | {"pair_rank": 190, "copy_order": 0}, {}),
+    "relay, without copy path": (HEAD | PATHS_ALONE | {"pair_rank": 209, "copy_order": 0}, {}),
     "relay, without copy path and counts": (
-        HEAD | PATHS_ALONE | {"pair_rank": 190, "copy_order": 0},
+        HEAD | PATHS_ALONE | {"pair_rank": 209, "copy_order": 0},
         {"start_from_counts": False},
     ),
     "DFlash": ({"head": "independent"}, {"head_learning_rate": None}),

@@ -341,7 +341,7 @@ class TestOracle:
         together = scores_of(selector, inputs, path)
         for i in range(3):
             pool = Pool(*(getattr(inputs.pool, n)[i : i + 1] for n in ("ids", "logits", "log_probs")))
-            names = ("hidden_states", "anchor_hidden", "anchor_ids", "history", "history_mask")
+            names = ("hidden_states", "anchor_hidden", "anchor_ids", "history", "history_mask", "text_ids")
             alone = replace(inputs, pool=pool, **{n: getattr(inputs, n)[i : i + 1] for n in names})
             torch.testing.assert_close(scores_of(selector, alone, path[i : i + 1])[0], together[i])
 
