@@ -219,19 +219,26 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
     def __init__(self, config: DRelayConfig):
         super().__init__(config)
         self.init_token_rows(config)
-        self.pair_path = PairPath(config, self.num_predecessors, self.num_successors) if config.pair_rank else None
-        self.copy_path = CopyPath(config) if config.copy_order else None
         self.candidate_read = self.history_read = self.prefix_read = None
         self.has_trunk = config.use_rank_head or config.use_repair_gate
+        width = config.selector_hidden_size
         if self.has_trunk:
-            self._build_trunk(config)
+            self._build_trunk(config, width)
+        self.pair_path = PairPath(config, self.num_predecessors, self.num_successors) if config.pair_rank else None
+        if config.use_rank_head:
+            self.rank_up = nn.Linear(width, width)
+            self.rank_down = ZeroLinear(width, 1, bias=False)
+        if config.use_repair_gate:
+            self.gate_up = nn.Linear(3 * width, width)
+            self.gate_down = ZeroLinear(width, 1)
         if config.use_repaired_feature:
             self.repaired_proj = ZeroLinear(config.hidden_size, config.hidden_size, bias=False)
+        self.copy_path = CopyPath(config) if config.copy_order else None
         self.post_init()
 
-    def _build_trunk(self, config: DRelayConfig) -> None:
-        """Everything that rank head and repair gate look at, and they themselves."""
-        width, eps = config.selector_hidden_size, config.rms_norm_eps
+    def _build_trunk(self, config: DRelayConfig, width: int) -> None:
+        """Everything that rank head and repair gate look at."""
+        eps = config.rms_norm_eps
         self.embed_proj = nn.Linear(config.hidden_size, width, bias=False)
         self.embed_norm = Qwen3RMSNorm(width, eps=eps)
         self.slot_proj = nn.Linear(config.hidden_size, width, bias=False)
@@ -248,12 +255,6 @@ class DRelaySelectorModel(TokenRows, DRelayPreTrainedModel):
         self.prefix_read = PrefixRead(config) if config.use_prefix_read else None
         self.trunk_proj = nn.Linear(2 * width + 3, width)
         self.trunk_norm = Qwen3RMSNorm(width, eps=eps)
-        if config.use_rank_head:
-            self.rank_up = nn.Linear(width, width)
-            self.rank_down = ZeroLinear(width, 1, bias=False)
-        if config.use_repair_gate:
-            self.gate_up = nn.Linear(3 * width, width)
-            self.gate_down = ZeroLinear(width, 1)
 
     def read(self, inputs: HeadInputs) -> SelectorState:
         """Global Read, history read and everything else that does not depend on the selected tokens."""

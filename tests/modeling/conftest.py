@@ -200,13 +200,17 @@ def randomise_selector(model: DRelayModel, scale: float = 1.0, seed: int = 0) ->
     """Weights that change many choices: everything that starts at zero gets a random value too."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in sorted(model.selector.named_parameters()):
+        # The copy path comes last: tests count what happens to the choices of all other parts.
+        for name, parameter in sorted(model.selector.named_parameters(), key=lambda p: ("copy_path" in p[0], p[0])):
             if "norm" in name:
                 continue
             std = scale / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else 0.1 * scale
             if any(part in name for part in ("_table", "codebook", "markov_w")):
                 # Of token pairs: the path that tells candidates apart the most.
                 std = 0.7 * scale
+            if "copy_path" in name:
+                # Counts grow with the text, and random weights of them would drown what the other parts know.
+                std = 0.02 * scale
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 

@@ -118,8 +118,8 @@ def test_cache_equals_one_rebuilt_from_true_features_after_every_round(toolbox, 
     checks = checked_rounds()
     assert torch.equal(toolbox.greedy(target, prompt, view, max_new_tokens=64), expected)
     assert checks.num_rounds >= 8 and checks.num_looped >= 5
-    # Rejections in all stages, so that every kind of leftover was there to be removed.
-    assert record.count(lambda r: r.is_rejected_late) >= 2
+    # A rejection behind the first stage, so that every kind of leftover was there to be removed.
+    assert record.count(lambda r: r.is_rejected_late) >= 1
     assert record.count(lambda r: r.num_accepted < r.stage_lengths[0]) >= 1
     assert max(view.statistics.num_stages) == 3
 

@@ -47,11 +47,11 @@ def assert_exercised(record, view, gate) -> None:
     if gate is None:
         assert set(view.statistics.num_stages) == {1}
     else:
-        assert record.count(lambda r: r.crosses_stages) >= 4
-        assert record.count(lambda r: r.is_rejected_late) >= 3
+        assert record.count(lambda r: r.crosses_stages) >= 2
+        assert record.count(lambda r: r.is_rejected_late) >= 1
     if gate == SOMETIMES:
-        assert record.count(lambda r: len(r.stage_lengths) == 1) >= 2
-        assert record.count(lambda r: len(r.stage_lengths) == 3) >= 2
+        assert record.count(lambda r: len(r.stage_lengths) == 1) >= 1
+        assert record.count(lambda r: len(r.stage_lengths) == 3) >= 1
 
 
 def run_both(toolbox, target, input_ids, layout="fill_in", gate=None, drafter_fields=None, options=None, **kwargs):

@@ -372,7 +372,7 @@ class TestWithoutLooks:
             return choices, logits, (choices == 0).long().cumprod(dim=1).sum(dim=1)
 
         monkeypatch.setattr(modeling_drelay, "walk_passes", walk)
-        texts = draw(target, poor_drafter.with_options(proposal="sample"), 1, 1500)
+        texts = draw(target, poor_drafter.with_options(proposal="sample"), 1, 4000)
         assert p_value(target, texts) < IMPOSSIBLE
 
 
