@@ -7,9 +7,10 @@
 Three studies: `ablation` takes the selector and its training apart; `comparison` trains the drafters of the field,
 each with the loss of its own paper for its head, and with heads of about the same number of parameters; `recipe`
 trains a backbone alone from nothing, in the ways that a recipe can choose from. Every arm of the first two starts from
-one trained backbone (`--base`) with a fresh head. All train for the same minutes on the same responses. What a step
-of an arm costs is measured first, side by side with the steps of the first arm of its study and without the target's
-forwards, which are kept in `--feature-folder`:
+one trained backbone (`--base`) with a fresh head; that of relay alone starts from counts of the responses, which is
+ours, and there are arms without. All train for the same minutes on the same responses. What a step of an arm costs is
+measured first, side by side with the steps of the first arm of its study and without the target's forwards, which are
+kept in `--feature-folder`:
 
     python scripts/train_arms.py --study comparison --pace ... --output docs/results/comparison_pace.json
 
@@ -37,8 +38,8 @@ from hf_drelay.evaluation.replay import ReplayedResponse, replay_response, repla
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 from hf_drelay.training.config import DRelayTrainingConfig
-from hf_drelay.training.head_start import start_from_counts, with_new_head
-from hf_drelay.training.run import build_drafter, load_examples, load_target, save_release
+from hf_drelay.training.new_head import config_fields, with_new_head
+from hf_drelay.training.run import build_drafter, load_examples, load_target, save_release, with_counts
 from hf_drelay.training.trainer import DRelayTrainer, collate
 
 
@@ -46,7 +47,7 @@ PACE_BATCHES = 5
 ONE_STAGE = {"loop_gate": None, "num_draft_tokens": None}  # the whole block
 LOOP = {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3}
 LOOP_RUN = {"loop_start": 0.0, "loop_depth": LOOP["max_stages"], "loop_tokens": LOOP["num_draft_tokens"]}
-# Of the shipped selector; every relay arm but those that say otherwise.
+# A relay head with every part, about as large as the heads that it is compared with.
 HEAD = {"selector_hidden_size": 192, "pair_rank": 96, "use_repaired_feature": False}
 NO_READS = {"use_global_read": False, "use_history_read": False, "use_prefix_read": False}
 PATHS_ALONE = NO_READS | {"use_rank_head": False, "use_repair_gate": False}
@@ -77,8 +78,8 @@ ABLATION: dict[str, tuple[dict, dict]] = {
     "joint, convolutions, D-PACE": ({"conv_kernel_size": 2}, {"slot_weight": "dpace"}),
     "joint, loop-aware": ({}, LOOP_RUN),
 }
-# Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone, that of the shipped selector.
 ABLATION = {arm: (HEAD | fields, run) for arm, (fields, run) in ABLATION.items()}
+# Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone.
 COMPARISON: dict[str, tuple[dict, dict]] = {
     "relay": (HEAD | PATHS_ALONE | {"pair_rank": 209}, {}),
     "relay, every part": (HEAD, {}),
@@ -165,10 +166,8 @@ def build_arm(base: DRelayModel, target, fields: dict, seed: int) -> DRelayModel
     torch.manual_seed(seed)
     if "backbone" not in fields:
         return with_new_head(base, fields)
-    own = {name: getattr(base.config, name) for name in DRelayConfig.own_fields()}
-    own |= {name: getattr(base.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    own |= dict.fromkeys(("layer_types", "block_causal", "use_selector"))  # follow from what is set
-    drelay = DRelayModel(DRelayConfig(**own | fields))
+    derived = dict.fromkeys(("layer_types", "block_causal", "use_selector"))  # follow from what is set
+    drelay = DRelayModel(DRelayConfig(**config_fields(base.config) | derived | fields))
     if base.config.draft_vocab_size is not None:
         drelay.set_shortlist(base.drafter.draft_token_ids)
     drelay.drafter.initialize_from_target(target)
@@ -297,8 +296,7 @@ class Study:
             drelay = build_drafter(config, self.target, self.examples)
         else:
             drelay = build_arm(self.base, self.target, fields, self.arguments.seed)
-            if config.start_from_counts and config.train_selector:
-                start_from_counts(drelay, self.examples)
+            drelay = with_counts(drelay, config, self.examples)
         return ArmTrainer(drelay, self.target, config, self.examples, self.held_out)
 
 

@@ -21,7 +21,8 @@ from hf_drelay.targets import describe_demo_target, load_demo_target
 
 from .config import DRelayTrainingConfig
 from .data import ResponseExample, frequent_tokens, load_responses, response_files, split_by_prompt
-from .head_start import new_head_config, start_from_counts, with_new_head
+from .head_start import start_from_counts
+from .new_head import new_head_config, with_new_head
 from .responses import Decoding, prepare_responses
 from .trainer import DRelayTrainer
 
@@ -96,7 +97,7 @@ def build_drafter(config: DRelayTrainingConfig, target, train_examples: list[Res
     if config.drafter is not None:
         drelay = DRelayModel.from_pretrained(config.drafter, dtype=torch.float32)
         if config.new_head is not None:
-            drelay = _with_counts(with_new_head(drelay, config.new_head), config, train_examples)
+            drelay = with_counts(with_new_head(drelay, config.new_head), config, train_examples)
         return drelay.to(config.device)
     own = drafter_config(config, target.config)
     drelay = DRelayModel(own)
@@ -104,10 +105,11 @@ def build_drafter(config: DRelayTrainingConfig, target, train_examples: list[Res
         drelay.set_shortlist(frequent_tokens(train_examples, own.draft_vocab_size, always=own.eos_token_ids))
     if config.start_from_target:
         drelay.drafter.initialize_from_target(target)
-    return _with_counts(drelay, config, train_examples).to(config.device)
+    return with_counts(drelay, config, train_examples).to(config.device)
 
 
-def _with_counts(drelay: DRelayModel, config: DRelayTrainingConfig, train_examples) -> DRelayModel:
+def with_counts(drelay: DRelayModel, config: DRelayTrainingConfig, train_examples) -> DRelayModel:
+    """The same drafter; its new head starts from counts if the run wants that."""
     if config.start_from_counts and config.train_selector:
         start_from_counts(drelay, train_examples)
     return drelay
