@@ -75,7 +75,7 @@ def test_losslessness_covers_targets_layouts_and_loop_gates(tiny_record):
     assert len({(case["target"], case["layout"], case["loop_gate"]) for case in cases}) == 8
     assert all(case["divergence"] is None and case["num_tokens"] == 16 for case in cases)
     assert sum(case["num_accepted"] for case in cases) > 50
-    assert sum(case["num_repaired_right"] for case in cases) > 5
+    assert sum(case["num_repaired_right"] for case in cases) > 1
     assert sum(case["num_crossings"] for case in cases) > 1
     assert sum(case["num_late_rejections"] for case in cases) > 1
 
