@@ -22,6 +22,7 @@ EXAMPLES = [
     "Write a Python function that returns the second largest number of a list.",
     "Give three tips for a good night's sleep.",
 ]
+OFF, FIXED, COST_AWARE = "off", "fixed gate", "cost-aware gate"  # ways of DLoop
 _MAX_TURNS = 20  # kept in a visitor's session
 _REFRESH_S = 0.08  # the browser gains nothing from faster updates
 _QUEUE_SIZE = 32
@@ -103,14 +104,12 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
             with gr.Column(scale=1, min_width=260):
                 drafter = gr.Dropdown(list(engine.drafters), value=defaults.drafter, label="Drafter")
                 selector = gr.Checkbox(defaults.use_selector, label="Selector (repairs the draft)")
-                loops = gr.Checkbox(
-                    defaults.loop_gate is not None, label="DLoop (draft on while confident)", elem_id="dr-loops"
-                )
-                auto = gr.Checkbox(
-                    defaults.loop_gate == "auto",
-                    label="Cost-aware gate",
-                    info="Weighs gains against measured costs, in the place of the fixed gate below",
-                    elem_id="dr-auto",
+                gating = gr.Radio(
+                    [OFF, FIXED, COST_AWARE],
+                    value={None: OFF, "auto": COST_AWARE}.get(defaults.loop_gate, FIXED),
+                    label="DLoop (draft on while confident)",
+                    info="Cost-aware: while the expected gain outweighs the measured cost",
+                    elem_id="dr-loops",
                 )
                 gate = gr.Slider(
                     -10.0,
@@ -118,7 +117,7 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
                     value=max(-10.0, defaults.loop_gate) if isinstance(defaults.loop_gate, int | float) else -1.0,
                     step=0.25,
                     label="Loop gate",
-                    info="Log-confidence from which another stage is drafted",
+                    info="Log-confidence from which another stage is drafted, when fixed",
                     elem_id="dr-gate",
                 )
                 stages = gr.Slider(1, 6, value=defaults.max_stages, step=1, label="Stages at most")
@@ -141,7 +140,7 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
                     elem_id="dr-max-new",
                 )
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1)
-        controls = [drafter, selector, loops, auto, gate, stages, length, temperature, proposal, max_new, seed]
+        controls = [drafter, selector, gating, gate, stages, length, temperature, proposal, max_new, seed]
         on_chat = {"inputs": [prompt, turns, *controls], "outputs": [chat, figures, turns, prompt, pools]}
         calls = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
         answer = on_device(page.answer, device_seconds(engine.limits, num_calls=1))
@@ -272,11 +271,11 @@ class Page:
     def _chat(self, turns, selected=None) -> str:
         return render.conversation(turns, self.engine.tokenizer, selected)
 
-    def _settings(self, drafter, selector, loops, auto, gate, stages, length, temperature, proposal, max_new, seed):
+    def _settings(self, drafter, selector, gating, gate, stages, length, temperature, proposal, max_new, seed):
         return DemoSettings(
             drafter=drafter,
             use_selector=bool(selector),
-            loop_gate=None if not loops else "auto" if auto else float(gate),
+            loop_gate={OFF: None, FIXED: float(gate), COST_AWARE: "auto"}[gating],
             max_stages=int(stages),
             num_draft_tokens=int(length),
             proposal=proposal,

@@ -42,6 +42,11 @@ def plan_run(config: DRelayTrainingConfig, num_processes: int = 1) -> dict[str, 
     rows = config.per_device_train_batch_size * config.num_anchors * drafter.block_size * depth
     activations = rows * drafter.hidden_size * (drafter.num_hidden_layers * 34 + 12)
     logits = 4 * 4 * min(config.chunk_rows, rows) * drafter.output_vocab_size
+    # The copy path compares every candidate with every token of the text, once as bool and once as float.
+    copies = 0
+    if getattr(model.selector, "copy_path", None) is not None:
+        slots = config.per_device_train_batch_size * config.num_selector_anchors * drafter.num_drafts
+        copies = 5 * slots * drafter.pool_size * drafter.copy_window
     known = "unknown" if num_examples is None else f"{num_examples:,}"
     return {
         "drafter parameters": f"{backbone / 1e6:,.1f} M backbone, {selector / 1e6:,.1f} M selector",
@@ -51,6 +56,7 @@ def plan_run(config: DRelayTrainingConfig, num_processes: int = 1) -> dict[str, 
         "processes": str(num_processes),
         "memory for weights and optimizer": f"{weights / 1e9:.1f} GB drafter, {2 * target / 1e9:.1f} GB target",
         "memory for activations": f"about {activations / 1e9:.1f} GB, and {logits / 1e9:.2f} GB of vocabulary logits",
+        "memory for the copy path": f"at most {copies / 1e9:.2f} GB",
         "arithmetic": f"{flops / 1e15:,.2f} PFLOP",
         **{f"time at {name}": _duration(flops / rate) for name, rate in RATES.items()},
     }

@@ -119,7 +119,7 @@ def test_loop_gate_changes_the_stages(visit):
     send(page, "abcab")
     wait_until_done(page)
     assert "loop" not in origins(page)
-    page.click("#dr-loops input")
+    page.locator("#dr-loops").get_by_label("fixed gate").check()
     page.fill("#dr-gate input[type=number]", "-10")
     page.keyboard.press("Tab")
     page.click("#dr-clear")

@@ -6,13 +6,13 @@ import re
 import pytest
 
 from hf_drelay.demo import render
-from hf_drelay.demo.app import Page, build_app, device_seconds, launch
+from hf_drelay.demo.app import COST_AWARE, FIXED, OFF, Page, build_app, device_seconds, launch
 from hf_drelay.demo.engine import DemoEngine, DemoLimits
 from hf_drelay.modeling.draft_trace import TracedRound, TracedStage
 
 
-def controls(gate=-100.0, loops=True, auto=False, temperature=0.0, max_new=40):
-    return ["tiny", True, loops, auto, gate, 3, 1, temperature, "sample", max_new, 0]
+def controls(gate=-100.0, gating=FIXED, temperature=0.0, max_new=40):
+    return ["tiny", True, gating, gate, 3, 1, temperature, "sample", max_new, 0]
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +49,19 @@ def test_clicked_round_shows_slots_choices_and_the_target(page):
 
 
 def test_cost_aware_gate_is_used_and_shown(page):
-    settings = page._settings(*controls(auto=True))
-    assert settings.loop_gate == "auto" and page._settings(*controls(auto=True, loops=False)).loop_gate is None
-    *_, turns, _, _ = last(page.answer("abcab", [], *controls(auto=True)))
+    settings = page._settings(*controls(gating=COST_AWARE))
+    assert settings.loop_gate == "auto" and page._settings(*controls(gating=OFF)).loop_gate is None
+    *_, turns, _, _ = last(page.answer("abcab", [], *controls(gating=COST_AWARE)))
     drafted = [i for i, traced in enumerate(turns[-1].rounds) if traced.stages]
     assert drafted and "cost-aware gate: verify" in page.open_round(turns, 1, drafted[0])[1]
 
 
-@pytest.mark.parametrize("configured, shown", [("auto", (True, True, -1.0)), (-2, (True, False, -2))])
+@pytest.mark.parametrize("configured, shown", [("auto", (COST_AWARE, -1.0)), (-2, (FIXED, -2)), (None, (OFF, -1.0))])
 def test_page_starts_with_the_configured_gate(engine, monkeypatch, configured, shown):
     pytest.importorskip("gradio")
     monkeypatch.setattr(engine.drafters["tiny"].config, "loop_gate", configured)
     blocks = {block.elem_id: block for block in build_app(engine).blocks.values() if getattr(block, "elem_id", None)}
-    assert tuple(blocks[name].value for name in ("dr-loops", "dr-auto", "dr-gate")) == shown
+    assert tuple(blocks[name].value for name in ("dr-loops", "dr-gate")) == shown
 
 
 def test_prefill_round_says_why_it_has_no_pools(page):
