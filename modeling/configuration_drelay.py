@@ -541,7 +541,7 @@ def check_loop_options(decoding_loop: str, tree_budget: int | None, proposal: st
 
 def check_confidence_threshold(value: float) -> None:
     """Raise a `ValueError` unless `value` is a probability below 1."""
-    if isinstance(value, (bool, str)) or not 0 <= value < 1:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
             f"`confidence_threshold` is {value!r}; it is compared with a probability, so use a number from 0 (off) to "
             "below 1."

@@ -31,8 +31,8 @@ NumPrompts = Annotated[
     int | None, typer.Option(min=1, help="Prompts of each task, shuffled by the seed. Default: all.")
 ]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 decodes greedily.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the smallest set of tokens with this probability.")]
-TopK = Annotated[int | None, typer.Option(help="Keep this many tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(help="Keep the smallest set of tokens with this probability; 1 keeps all.")]
+TopK = Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Limit of each answer.")]
 Seed = Annotated[int, typer.Option(help="Seed of the prompts' order and of sampling.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Calls of each way on each prompt; the median counts.")]
@@ -69,8 +69,8 @@ def benchmark(
     data_dir: DataDir = None,
     num_prompts: NumPrompts = None,
     temperature: Temperature = 0.0,
-    top_p: TopP = None,
-    top_k: TopK = None,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
     max_new_tokens: MaxNewTokens = 256,
     seed: Seed = 0,
     repeats: Repeats = 1,
@@ -134,6 +134,8 @@ def sweep(
 
     with errors_as_sentences():
         options = _parse_options(option, "max_stages", "num_draft_tokens")
+        if write_best:
+            grid.check_defaults(options)
         gates = [_sweep_gate(text) for text in _items(loop_gates)]
         tokens = [None if text == "all" else _whole(text, "num-draft-tokens") for text in _items(num_draft_tokens)]
         points = grid.sweep_options(gates, [_whole(text, "max-stages") for text in _items(max_stages)], tokens)
@@ -154,6 +156,8 @@ def sweep(
         typer.echo(f"Fastest: {best['way']}, {best['speedup_total']:.2f} times plain decoding.")
         if write_best:
             fields = grid.write_best(resolve_drafter(drafter), rows)
+            if best["speedup_total"] < 1:
+                typer.echo("Mind that every point is slower than plain decoding.")
             typer.echo(f"Written into the configuration: {', '.join(f'{k} {v}' for k, v in fields.items())}.")
 
 
@@ -175,10 +179,18 @@ def headroom(
 ) -> None:
     """How much a selector could win over the drafter's own choice, and how much this one wins."""
     from hf_drelay.evaluation.headroom import check_analysis, greedy_responses, headroom_table, measure_headroom
-    from hf_drelay.evaluation.records import cut_prompts, describe_drafter, describe_target, environment, write_json
+    from hf_drelay.evaluation.records import (
+        check_output,
+        cut_prompts,
+        describe_drafter,
+        describe_target,
+        environment,
+        write_json,
+    )
     from hf_drelay.evaluation.tasks import encode_conversation, max_prompt_length
 
     with errors_as_sentences():
+        check_output(output)
         options = _parse_options(option)
         config = _config(max_new_tokens=max_new_tokens, seed=seed, template_mode=template_mode)
         conversations, sources = _load_prompts(tasks, data_dir, num_prompts, seed)
@@ -246,9 +258,11 @@ def check_lossless(
 ) -> None:
     """Compare greedy outputs with plain decoding; exit code 1 when rounding does not explain a difference."""
     from hf_drelay.evaluation import lossless
+    from hf_drelay.evaluation.records import check_output
     from hf_drelay.evaluation.ways import accepts, drafter_way
 
     with errors_as_sentences():
+        check_output(output)
         options = _parse_options(option)
         config = _config(max_new_tokens=max_new_tokens, seed=seed, template_mode=template_mode)
         conversations, _ = _load_prompts(tasks, data_dir, num_prompts, seed)
@@ -338,8 +352,9 @@ def _run(model, tokenizer, ways, conversations, config, output: Path, sources: d
     from dataclasses import asdict
 
     from hf_drelay.evaluation.benchmark import run_benchmark
-    from hf_drelay.evaluation.records import write_json
+    from hf_drelay.evaluation.records import check_output, write_json
 
+    check_output(output)
     ways_named = {way.name: way.description for way in ways}
     resolved = {"command": _command(), "settings": asdict(config), "sources": sources, "ways": ways_named}
     Console(stderr=True, quiet=quiet).print_json(data={"settings": asdict(config), "ways": list(ways_named)})
@@ -412,7 +427,10 @@ def _parse_options(pairs: list[str] | None, *flags: str) -> dict:
             raise ValueError(f"`--option` is {pair!r}, but {name!r} is no option; expected one of {', '.join(known)}.")
         if name in options:
             raise ValueError(f"`--option` gives {name!r} twice; keep one of both.")
-        options[name] = yaml.safe_load(value)
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"`--option` is {pair!r}, whose value is no YAML ({error}).") from error
     return options
 
 

@@ -19,7 +19,7 @@ from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 from .divergence import first_divergence
 from .measure import Measurement, measure
-from .records import append_rows, describe_target, environment, recover_rows, replace_rows
+from .records import append_rows, describe_target, environment, recover_rows, replace_rows, sole_writer
 from .tasks import Conversation, encode_conversation, max_prompt_length
 from .timing import timed_generate
 from .ways import PLAIN, Way
@@ -36,7 +36,7 @@ class BenchmarkConfig:
     Attributes:
         max_new_tokens (`int`): Limit of each answer.
         temperature (`float`): 0 decodes greedily; only then can outputs be compared token by token.
-        top_p (`float`, *optional*), top_k (`int`, *optional*): Filters of sampling.
+        top_p (`float`), top_k (`int`): Filters of sampling; 1 and 0 are off, whatever the target's own defaults.
         seed (`int`): Of the prompts' order, the ways' order and sampling; every way gets the same one.
         repeats (`int`): Calls of each way on each prompt; the median counts.
         template_mode (`str`, *optional*): Of chat templates that think or not.
@@ -44,8 +44,8 @@ class BenchmarkConfig:
 
     max_new_tokens: int = 256
     temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
+    top_p: float = 1.0
+    top_k: int = 0
     seed: int = 0
     repeats: int = 1
     template_mode: str | None = None
@@ -54,22 +54,24 @@ class BenchmarkConfig:
         for name in ("max_new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}; use at least 1.")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"`temperature` is {self.temperature}; use 0 (greedy) or more.")
-        filters = {"top_p": self.top_p, "top_k": self.top_k}
-        given = [name for name, value in filters.items() if value is not None]
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` is {self.top_p}; it is a probability, so use more than 0 and at most 1 (off).")
+        if self.top_k < 0:
+            raise ValueError(f"`top_k` is {self.top_k}; use a number of tokens, or 0 (off).")
+        given = [name for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != off]
         if given and self.temperature == 0:
             raise ValueError(
-                f"`{given[0]}` {filters[given[0]]} has no effect at `temperature` 0, which decodes greedily. Give a "
-                f"temperature above 0 or leave out `{given[0]}`."
+                f"`{given[0]}` {getattr(self, given[0])} has no effect at `temperature` 0, which decodes greedily. "
+                f"Give a temperature above 0 or leave out `{given[0]}`."
             )
 
     def generate_arguments(self) -> dict:
         """Arguments of `generate()`."""
         arguments = {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
-            filters = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-            arguments |= {name: value for name, value in filters.items() if value is not None}
+            arguments |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return arguments
 
 
@@ -110,38 +112,35 @@ def run_benchmark(
     conversations = list(conversations)
     circumstances = _circumstances(target, config)
     run_id = _run_id(circumstances, ways)
-    rows = _whole_turns(Path(output), [way.name for way in ways], run_id, resume)
-    done = {(row["task"], row["prompt"], row["turn"]): row for row in rows if row["way"] == PLAIN}
-    check_same_prompts(Path(output), done, conversations)
+    shared = {"run": run_id, "command": command} | circumstances
     is_warm = False
     total = sum(len(conversation.turns) for conversation in conversations)
-    with tqdm(total=total, unit="turn", disable=quiet) as bar:
-        for conversation in conversations:
-            answers: list[str] = []
-            for turn in range(len(conversation.turns)):
-                plain_row = done.get((conversation.task, conversation.index, turn))
-                if plain_row is None:
-                    prompt = encode_conversation(
-                        tokenizer,
-                        conversation.turns[: turn + 1],
-                        answers,
-                        config.template_mode,
-                        max_prompt_length(target, config.max_new_tokens),
-                    )
-                    if not is_warm:
-                        _warm_up(target, prompt.inputs, ways, config)
-                        is_warm = True
-                    key = {"task": conversation.task, "prompt": conversation.index, "turn": turn}
-                    new = _measure_turn(target, tokenizer, prompt, ways, config, key)
-                    shared = {"run": run_id, "source": (sources or {}).get(conversation.task), "command": command}
-                    shared |= circumstances | {"turns_sha256": turns_sha256(conversation, turn)}
-                    new = [row | shared for row in new]
-                    append_rows(output, new)
-                    rows += new
-                    plain_row = next(row for row in new if row["way"] == PLAIN)
-                # The history of all ways is the plain answer, so that all of them see the same second prompt.
-                answers.append(plain_row["text"])
-                bar.update()
+    with sole_writer(output), tqdm(total=total, unit="turn", disable=quiet) as bar:
+        rows = _whole_turns(Path(output), [way.name for way in ways], run_id, resume)
+        done = {(row["task"], row["prompt"], row["turn"]): row for row in rows if row["way"] == PLAIN}
+        check_same_prompts(Path(output), done, conversations)
+        for conversation, turn in ((c, turn) for c in conversations for turn in range(len(c.turns))):
+            task = conversation.task
+            if turn == 0:
+                answers = []
+            plain_row = done.get((task, conversation.index, turn))
+            if plain_row is None:
+                limit = max_prompt_length(target, config.max_new_tokens)
+                said = conversation.turns[: turn + 1]
+                prompt = encode_conversation(tokenizer, said, answers, config.template_mode, limit)
+                if not is_warm:
+                    _warm_up(target, prompt.inputs, ways, config)
+                    is_warm = True
+                key = {"task": task, "prompt": conversation.index, "turn": turn}
+                new = _measure_turn(target, tokenizer, prompt, ways, config, key)
+                own = {"source": (sources or {}).get(task), "turns_sha256": turns_sha256(conversation, turn)}
+                new = [row | shared | own for row in new]
+                append_rows(output, new)
+                rows += new
+                plain_row = next(row for row in new if row["way"] == PLAIN)
+            # The history of all ways is the plain answer, so that all of them see the same second prompt.
+            answers.append(plain_row["text"])
+            bar.update()
     return rows
 
 
@@ -152,8 +151,16 @@ def _circumstances(target, config: BenchmarkConfig) -> dict:
         "attention": target.config._attn_implementation,
         "batch_size": 1,
         "settings": asdict(config),
+        "generation_config": _own_generation(target),
         "environment": environment(),
     }
+
+
+def _own_generation(target) -> dict:
+    """Defaults of the target's own that hold beside the settings, a repetition penalty for one; tokens left out."""
+    fields = target.generation_config.to_diff_dict()
+    settled = {"transformers_version", "_from_model_config", "do_sample", "temperature", "top_p", "top_k"}
+    return {name: value for name, value in fields.items() if name not in settled and not name.endswith("_token_id")}
 
 
 def _run_id(circumstances: dict, ways: list[Way]) -> str:
@@ -177,7 +184,7 @@ def _whole_turns(output: Path, names: list[str], run_id: str, resume: bool) -> l
     for row in rows:
         turns.setdefault((row["task"], row["prompt"], row["turn"]), set()).add(row["way"])
     whole = [row for row in rows if turns[row["task"], row["prompt"], row["turn"]] >= set(names)]
-    if resume and output.is_file():
+    if output.is_file():
         replace_rows(output, whole)
     return whole
 

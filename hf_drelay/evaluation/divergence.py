@@ -33,8 +33,8 @@ class Divergence:
 
     @property
     def is_explained(self) -> bool:
-        """Whether rounding alone explains the difference."""
-        return self.logit_gap <= self.rounding
+        """Whether rounding alone explains the difference; it never makes an output end without an end token."""
+        return None not in (self.plain_id, self.other_id) and self.logit_gap <= self.rounding
 
 
 @torch.no_grad()

@@ -9,7 +9,16 @@ from tqdm.auto import tqdm
 
 from .benchmark import BenchmarkConfig, check_same_prompts, turns_sha256
 from .divergence import first_divergence
-from .records import append_rows, cut_prompts, describe_target, environment, recover_rows, replace_rows, target_name
+from .records import (
+    append_rows,
+    cut_prompts,
+    describe_target,
+    environment,
+    recover_rows,
+    replace_rows,
+    sole_writer,
+    target_name,
+)
 from .tasks import Conversation, encode_conversation, max_prompt_length
 from .timing import timed_generate
 from .ways import Way
@@ -47,49 +56,55 @@ def check_lossless(
         )
     dtype = str(target.dtype).removeprefix("torch.")
     described = describe_target(target)
-    output = Path(output)
-    rows = recover_rows(output)
-    if resume and output.is_file():
-        replace_rows(output, rows)
-    own = [row for row in rows if row["dtype"] == dtype]
-    if own and not resume:
-        raise ValueError(f"`output` {output} has rows of {dtype} already. Add `--resume`, or give another name.")
     settings = {"max_new_tokens": config.max_new_tokens, "template_mode": config.template_mode}
-    for row in own:
-        if (row["settings"], row["target_weights_sha256"]) != (settings, described["target_weights_sha256"]):
-            raise ValueError(
-                f"`output` {output} has rows with other settings or another target ({row['settings']}, weights "
-                f"{row['target_weights_sha256']}). Use the same ones to resume, or give another name."
-            )
-    _check_same_ways(output, own, ways)
-    conversations = list(conversations)
-    check_same_prompts(output, {(row["task"], row["prompt"], 0): row for row in own}, conversations)
-    done = {(row["task"], row["prompt"], row["way"]) for row in own}
-    for conversation in tqdm(conversations, desc=dtype, unit="prompt", disable=quiet):
-        key = {"task": conversation.task, "prompt": conversation.index}
-        due = [way for way in ways if (*key.values(), way.name) not in done]
-        if not due:
-            continue
-        limit = max_prompt_length(target, config.max_new_tokens)
-        prompt = encode_conversation(tokenizer, conversation.turns[:1], (), config.template_mode, limit)
-        inputs = {name: tensor.to(target.device) for name, tensor in prompt.inputs.items()}
-        plain_ids, _ = timed_generate(target, inputs, config.seed, **config.generate_arguments())
-        new = []
-        shared = {"settings": settings, "environment": environment(), "command": command}
-        shared |= {"turns_sha256": turns_sha256(conversation, 0), "prompt_tokens_cut": prompt.num_cut}
-        for way in due:
-            new_ids, _ = timed_generate(target, inputs, config.seed, **(config.generate_arguments() | way.arguments()))
-            divergence = first_divergence(target, inputs["input_ids"], plain_ids, new_ids)
-            found = None if divergence is None else asdict(divergence) | {"is_explained": divergence.is_explained}
-            row = key | {"way": way.name, "dtype": dtype, "num_tokens": len(plain_ids), "divergence": found}
-            new.append(row | way.description | described | shared)
-        append_rows(output, new)
-        own += new
+    conversations, output = list(conversations), Path(output)
+    limit = max_prompt_length(target, config.max_new_tokens)
+    with sole_writer(output):
+        rows = recover_rows(output)
+        own = [row for row in rows if row.get("dtype") == dtype]
+        if own and not resume:
+            raise ValueError(f"`output` {output} has rows of {dtype} already. Add `--resume`, or give another name.")
+        _check_same_run(output, own, settings, described, ways)
+        check_same_prompts(output, {(row["task"], row["prompt"], 0): row for row in own}, conversations)
+        done = {(row["task"], row["prompt"], row["way"]) for row in own}
+        if output.is_file():
+            replace_rows(output, rows)  # without a torn end, behind which nothing can be appended
+        for conversation in tqdm(conversations, desc=dtype, unit="prompt", disable=quiet):
+            key = {"task": conversation.task, "prompt": conversation.index}
+            due = [way for way in ways if (*key.values(), way.name) not in done]
+            if not due:
+                continue
+            prompt = encode_conversation(tokenizer, conversation.turns[:1], (), config.template_mode, limit)
+            shared = described | {"settings": settings, "environment": environment(), "command": command}
+            shared |= {"turns_sha256": turns_sha256(conversation, 0), "prompt_tokens_cut": prompt.num_cut}
+            new = [key | compared | shared for compared in _compare(target, prompt.inputs, due, config)]
+            append_rows(output, new)
+            own += new
     return own
 
 
-def _check_same_ways(output: Path, rows: list[dict], ways: list[Way]) -> None:
-    """Raise a `ValueError` when a way of the same name is described otherwise in the rows: another drafter, say."""
+def _compare(target, inputs: dict, ways: list[Way], config: BenchmarkConfig) -> list[dict]:
+    """What each of the ways gives in the place of the plain output."""
+    inputs = {name: tensor.to(target.device) for name, tensor in inputs.items()}
+    plain_ids, _ = timed_generate(target, inputs, config.seed, **config.generate_arguments())
+    found = []
+    for way in ways:
+        new_ids, _ = timed_generate(target, inputs, config.seed, **(config.generate_arguments() | way.arguments()))
+        divergence = first_divergence(target, inputs["input_ids"], plain_ids, new_ids)
+        explained = None if divergence is None else asdict(divergence) | {"is_explained": divergence.is_explained}
+        row = {"way": way.name, "dtype": str(target.dtype).removeprefix("torch."), "num_tokens": len(plain_ids)}
+        found.append(row | {"divergence": explained} | way.description)
+    return found
+
+
+def _check_same_run(output: Path, rows: list[dict], settings: dict, described: dict, ways: list[Way]) -> None:
+    """Raise a `ValueError` when rows are about something else: other settings, target, drafter or options."""
+    for row in rows:
+        if (row.get("settings"), row.get("target_weights_sha256")) != (settings, described["target_weights_sha256"]):
+            raise ValueError(
+                f"`output` {output} has rows with other settings or another target ({row.get('settings')}, weights "
+                f"{row.get('target_weights_sha256')}). Use the same ones to resume, or give another name."
+            )
     described = {way.name: json.loads(json.dumps(way.description, default=str)) for way in ways}
     for row in rows:
         for field, value in described.get(row["way"], {}).items():

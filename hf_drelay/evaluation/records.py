@@ -7,15 +7,21 @@ import os
 import platform
 import shlex
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 
 import hf_drelay
 from hf_drelay.targets import describe_demo_target
+
+
+ROW_START = b'{"task": '  # of every result row
 
 
 def environment() -> dict:
@@ -68,6 +74,7 @@ def describe_drafter(drelay) -> dict:
         "drafter_origin": _origin(drelay.name_or_path),
         "drafter_revision": getattr(config, "_commit_hash", None),
         "drafter_weights_sha256": weights_sha256(drelay),
+        "drafter_config_sha256": config_sha256(config),
         "drafter_num_parameters": sum(p.numel() for p in drelay.parameters()),
         "drafter_dtype": str(drelay.dtype).removeprefix("torch."),
         "block_size": config.block_size,
@@ -82,6 +89,13 @@ def weights_sha256(model: torch.nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def config_sha256(config) -> str:
+    """Hash of a configuration, but for where it came from and which version saved it."""
+    fields = config.to_dict()
+    content = {name: value for name, value in fields.items() if name not in ("_name_or_path", "transformers_version")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict]:
@@ -125,20 +139,54 @@ def append_rows(path: str | Path, rows: Iterable[dict]) -> None:
 
 
 def recover_rows(path: str | Path) -> list[dict]:
-    """Whole rows of a file that `append_rows` wrote; a last line without its end is not one."""
+    """
+    Whole rows of a file that `append_rows` wrote; a torn last line is not one.
+
+    Raises:
+        ValueError: If the file holds something else than result rows, which begin with their task.
+    """
     path = Path(path)
     if not path.is_file():
         return []
-    data = path.read_bytes()
-    if data and not data.startswith(b"{"):
-        raise ValueError(f"`output` {path} is no file of result rows; give another name, or remove it.")
-    whole = data[: data.rfind(b"\n") + 1]
+    *lines, end = path.read_bytes().split(b"\n")
     try:
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"`output` {path} is no file of result rows ({error.msg}); give another name, or remove it."
-        ) from error
+        if not ROW_START.startswith(end[: len(ROW_START)]):
+            raise ValueError(f"it ends with {end[:20]!r}")
+        for line in lines:
+            if line.strip() and not line.startswith(ROW_START):
+                raise ValueError(f"one of its lines begins with {line[:20]!r}")
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except ValueError as error:
+        raise ValueError(f"`output` {path} is no file of result rows ({error}); give another name.") from error
+    try:
+        return [*rows, json.loads(end)]
+    except ValueError:
+        return rows
+
+
+def check_output(path: str | Path) -> None:
+    """Raise an `OSError` where no file can be written, before long work is done for it."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"`output` {path} is a folder; give the name of a file.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"`output` {path} cannot be written; give another name.")
+
+
+@contextmanager
+def sole_writer(path: str | Path):
+    """Keep other processes of this machine from appending rows to the same file; a `ValueError` if one does so now."""
+    name = hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:32]
+    lock = FileLock(Path(tempfile.gettempdir()) / f"hf_drelay-{name}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(f"`output` {path} is being written by another process; wait, or give another name.") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def replace_rows(path: str | Path, rows: Iterable[dict]) -> None:

@@ -133,6 +133,6 @@ def _cells(table: str) -> list[list[str]]:
 def read_headroom(path: str | Path) -> dict:
     """The figures in a file of `hf-drelay headroom`."""
     record = json.loads(Path(path).read_text(encoding="utf-8"))
-    if "headroom" not in record:
+    if not isinstance(record, dict) or "pool_coverage" not in record.get("headroom", ()):
         raise ValueError(f"`headroom` {path} is no file of `hf-drelay headroom`; pass the one that command wrote.")
     return record["headroom"]

@@ -94,7 +94,7 @@ def summarize(rows: list[dict]) -> list[dict]:
 
 def _turn(row: dict) -> tuple:
     """What two ways must share to be set against each other."""
-    return row.get("run"), row["task"], row["prompt"], row["turn"]
+    return row.get("run"), row["task"], row["prompt"], row["turn"], row.get("turns_sha256")
 
 
 def run_labels(rows: list[dict]) -> dict[str | None, str]:
@@ -137,7 +137,7 @@ def _summarize_way(task: str, name: str, rows: list[dict], plain_rows: list[dict
         "drafter_weights_sha256": first.get("drafter_weights_sha256"),
         "use_selector": first.get("use_selector"),
         "block_size": first.get("block_size"),
-        "num_prompts": len({(row["task"], row["prompt"]) for row in rows}),
+        "num_prompts": len({_turn(row)[1:] for row in rows if row["turn"] == 0}),
         "num_turns": len(rows),
         "num_tokens": sum(row["num_tokens"] for row in rows),
         "tokens_per_s": quartiles([row["tokens_per_s"] for row in rows]),
@@ -265,16 +265,18 @@ def circumstances(rows: list[dict]) -> list[str]:
         row, settings, machine = chosen[0], chosen[0]["settings"], chosen[0]["environment"]
         counts = {}
         for other in chosen:
-            counts.setdefault(other["source"] or other["task"], set()).add(other["prompt"])
+            if other["turn"] == 0:
+                counts.setdefault(other["source"] or other["task"], set()).add(_turn(other))
         num_cut = len({(other["task"], other["prompt"]) for other in chosen if other.get("prompt_tokens_cut")})
+        sampling = _sampling(settings, row.get("generation_config", {}))
         data = ", ".join(f"{len(prompts)} of {source}" for source, prompts in counts.items()) + cut_prompts(num_cut)
         sha = (row["target_weights_sha256"] or "unknown")[:12]
         run_name = f"[{label}] " if len(labels) > 1 else ""
         is_compiled = any(other["kind"] == "compiled" for other in chosen)
         sentences.append(
-            f"{run_name}Prompts: {data}; at most {settings['max_new_tokens']} new tokens, temperature "
-            f"{settings['temperature']:g}, seed {settings['seed']}, batch {row['batch_size']}, template mode "
-            f"{settings['template_mode'] or 'default'}. Target {target_name(row)} ({row['target_origin']}, revision "
+            f"{run_name}Prompts: {data}; at most {settings['max_new_tokens']} new tokens, {sampling}, seed "
+            f"{settings['seed']}, batch {row['batch_size']}, template mode {settings['template_mode'] or 'default'}. "
+            f"Target {target_name(row)} ({row['target_origin']}, revision "
             f"{row['target_revision'] or 'unknown'}, weights {sha}), {row['dtype']}, attention {row['attention']}; "
             f"{machine['device']}, {machine['cpu_threads']} threads, torch {machine['torch']}, transformers "
             f"{machine['transformers']}, hf_drelay {machine['hf_drelay']}. All ways ran interleaved in one process "
@@ -285,6 +287,13 @@ def circumstances(rows: list[dict]) -> list[str]:
             "cost-aware gate keeps what it learned from prompt to prompt."
         )
     return sentences
+
+
+def _sampling(settings: dict, of_target: dict) -> str:
+    """What shapes the distribution that tokens come from, without what is off."""
+    filters = [(name, settings.get(name)) for name, off in (("top_p", 1.0), ("top_k", 0)) if settings.get(name) != off]
+    shown = [("temperature", settings["temperature"]), *filters, *of_target.items()]
+    return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown)
 
 
 def markdown(rows: list[dict]) -> str:

@@ -14,6 +14,9 @@ from .ways import Way, drafter_way, plain_way
 
 # Stands for minus infinity, which JSON does not have: no block of a draft is that unlikely.
 ALWAYS_LOOP = -1e9
+SWEPT = ("loop_gate", "max_stages", "num_draft_tokens")
+# Options that the configuration of a drafter does not hold, or that would build another drafter, with their defaults.
+CALL_OPTIONS = {"use_selector": True, "tree_budget": None, "decoding_loop": "own"}
 
 
 def sweep_options(
@@ -60,6 +63,16 @@ def point_name(block_size: int, point: dict) -> str:
     return f"block {block_size}, drafts {tokens}, DLoop {loop}"
 
 
+def check_defaults(options: dict) -> None:
+    """Raise a `ValueError` for an option that no configuration can make the default of a drafter."""
+    for name, usual in CALL_OPTIONS.items():
+        if options.get(name, usual) != usual:
+            raise ValueError(
+                f"`{name}` {options[name]!r} is an option of a call and cannot be written into a configuration; sweep "
+                "without it to write the best."
+            )
+
+
 def best_point(rows: list[dict]) -> dict:
     """Summary of the fastest point: the highest ratio of all tokens by all seconds to plain decoding."""
     records = [r for r in summarize(rows) if r["task"] == ALL_TASKS and r["kind"] == "drafter"]
@@ -82,13 +95,14 @@ def write_best(folder: str | Path, rows: list[dict]) -> dict:
         )
     best = best_point(rows)
     row = next(row for row in rows if row["way"] == best["way"])
+    check_defaults(row)
     config = json.loads(path.read_text(encoding="utf-8"))
     if config.get("block_size") != row["block_size"]:
         raise ValueError(
             f"the fastest point has `block_size` {row['block_size']}, but {path} has {config.get('block_size')}; its "
             "weights belong to that size. Sweep without other block sizes to write the best."
         )
-    fields = {name: row[name] for name in ("loop_gate", "max_stages", "num_draft_tokens")}
+    fields = {name: row[name] for name in (*SWEPT, "proposal", "confidence_threshold")}
     if fields["loop_gate"] == "-inf":
         fields["loop_gate"] = ALWAYS_LOOP
     write_json(path, config | fields)

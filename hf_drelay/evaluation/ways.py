@@ -1,7 +1,7 @@
 """Ways of decoding that a benchmark compares: plain, compiled, prompt lookup, and drafters with their options."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from transformers import CompileConfig, GenerationConfig, StaticCache
 from transformers.utils import logging
@@ -133,15 +133,10 @@ def drafter_way(name: str, drelay, described: dict | None = None, **options) -> 
         described (`dict`, *optional*): What `describe_drafter` says, if it is known already.
     """
     view = drelay.with_options(**options)
-    used = view.options
-    description = (described or describe_drafter(drelay)) | {"cache": "dynamic"}
-    for field_name in ("num_draft_tokens", "max_stages", "loop_gate", "proposal", "use_selector"):
-        description[field_name] = getattr(used, field_name)
-    for field_name in ("tree_budget", "decoding_loop"):
-        if hasattr(used, field_name):
-            description[field_name] = getattr(used, field_name)
-    gate = description["loop_gate"]
-    if isinstance(gate, float) and gate == float("-inf"):
+    description = (described or describe_drafter(drelay)) | {"cache": "dynamic"} | asdict(view.options)
+    for is_measured_otherwise in ("profile", "trace"):
+        del description[is_measured_otherwise]
+    if description["loop_gate"] == float("-inf"):
         description["loop_gate"] = "-inf"  # infinity is no JSON
     return Way(
         name,

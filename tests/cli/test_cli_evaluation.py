@@ -78,6 +78,8 @@ class TestBenchmarkAndReport:
             (("--option", "loop_gate=-1"), "the gate is what the ways differ in"),
             (("--option", "blocks=2"), "'blocks' is no option; expected one of confidence_threshold, decoding_loop"),
             (("--option", "gate=-1"), "'gate' is no option"),
+            (("--option", "proposal=[a"), "whose value is no YAML"),
+            (("--option", "confidence_threshold=null"), "`confidence_threshold` is None"),
             (("--max-stages", "3", "--option", "max_stages=2"), "give that as `--max-stages` instead"),
             (("--option", "max-stages=2"), "give that as `--max-stages` instead"),
             (("--option", "num-draft-tokens=2", "--option", "num_draft_tokens=1"), "'num_draft_tokens' twice"),

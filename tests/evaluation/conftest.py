@@ -80,6 +80,8 @@ def _row(rng, task, prompt, way, kind, drafter, gate, strength) -> dict:
         "loop_gate": gate,
         "max_stages": 3 if drafter else None,
         "num_draft_tokens": None,
+        "proposal": "sample" if drafter else None,
+        "confidence_threshold": 0.0 if drafter else None,
         "block_size": 8 if drafter else None,
         "num_tokens": num_tokens,
         "walltimes_s": [walltime_ms / 1e3],

@@ -174,6 +174,32 @@ class TestResume:
             run(parts, measured[1], BenchmarkConfig(max_new_tokens=11), resume=True)
         assert measured[1].read_bytes() == before
 
+    @pytest.mark.parametrize("change", ["option", "configuration"])
+    def test_rows_of_other_options_are_refused(self, parts, tiny, tmp_path, monkeypatch, change):
+        target, tokenizer, _ = parts
+        drafter = tiny.build_drafter(target, head="markov", use_confidence_head=True)
+        before = [plain_way(), drafter_way("mine", drafter)]
+        run((target, tokenizer, before), tmp_path / "rows.json", conversations=CONVERSATIONS[:1])
+        if change == "configuration":
+            monkeypatch.setattr(drafter.config, "history_window", 13)
+        options = {"confidence_threshold": 0.5} if change == "option" else {}
+        after = [plain_way(), drafter_way("mine", drafter, **options)]
+        with pytest.raises(ValueError, match="rows of another run"):
+            run((target, tokenizer, after), tmp_path / "rows.json", resume=True)
+
+    def test_two_runs_never_write_to_the_same_file(self, parts, tmp_path, monkeypatch):
+        output = tmp_path / "rows.json"
+
+        def second_run(*args, **kwargs):
+            with pytest.raises(ValueError, match="is being written by another process"):
+                run(parts, output)
+            return measure(*args, **kwargs)
+
+        measure = module.measure
+        monkeypatch.setattr(module, "measure", second_run)
+        rows = run(parts, output, conversations=CONVERSATIONS[:1])
+        assert len(rows) == len(output.read_text(encoding="utf-8").splitlines())
+
     def test_prompts_that_changed_since_are_refused(self, parts, measured, tmp_path):
         output = tmp_path / "rows.json"
         output.write_bytes(measured[1].read_bytes())
@@ -182,12 +208,20 @@ class TestResume:
         with pytest.raises(ValueError, match=f"has rows of {task} prompt {index}, whose text has changed"):
             run(parts, output, conversations=changed, resume=True)
 
-    def test_file_of_something_else_is_left_alone(self, parts, tmp_path):
+    @pytest.mark.parametrize("content", ["my notes", '{"my": "data"}', '{"turns": ["a"]}\n{"turns": ["b"]}'])
+    def test_file_of_something_else_is_left_alone(self, parts, tmp_path, content):
         output = tmp_path / "notes.txt"
-        output.write_text("my notes")
+        output.write_text(content)
         with pytest.raises(ValueError, match="is no file of result rows"):
             run(parts, output, resume=True)
-        assert output.read_text() == "my notes"
+        assert output.read_text() == content
+
+    def test_last_row_without_its_line_end_is_a_row(self, parts, measured, tmp_path, monkeypatch):
+        rows, output = measured
+        copy = tmp_path / "rows.json"
+        copy.write_bytes(output.read_bytes().rstrip(b"\n"))
+        monkeypatch.setattr(module, "measure", None)
+        assert run(parts, copy, resume=True) == rows and copy.read_bytes() == output.read_bytes()
 
     def test_answers_of_a_single_token_are_rows(self, parts, tmp_path):
         rows = run(parts, tmp_path / "rows.json", config=BenchmarkConfig(max_new_tokens=1))
@@ -479,6 +513,14 @@ class TestWays:
         way = drafter_way("open", tiny.build_drafter(target), loop_gate=float("-inf"))
         assert json.loads(json.dumps(way.description, allow_nan=False))["loop_gate"] == "-inf"
 
+    def test_filters_are_those_of_the_settings_alone(self, tiny, monkeypatch):
+        """transformers keeps 50 tokens unless it is told otherwise, and targets have defaults of their own."""
+        target = tiny.build_target("llama")
+        monkeypatch.setattr(target.generation_config, "top_p", 0.5)
+        arguments = BenchmarkConfig(temperature=1.0).generate_arguments()
+        config, _ = target._prepare_generation_config(None, **arguments)
+        assert (config.temperature, config.top_p, config.top_k) == (1.0, 1.0, 0)
+
     def test_plain_way_is_needed(self, parts, tmp_path):
         target, tokenizer, ways = parts
         with pytest.raises(ValueError, match="`ways` lacks 'plain'"):
@@ -490,6 +532,9 @@ class TestWays:
             ({"max_new_tokens": 0}, "`max_new_tokens` is 0"),
             ({"repeats": 0}, "`repeats` is 0"),
             ({"temperature": -1.0}, "`temperature` is -1.0"),
+            ({"temperature": float("nan")}, "`temperature` is nan"),
+            ({"temperature": 1.0, "top_p": 5.0}, "`top_p` is 5.0"),
+            ({"temperature": 1.0, "top_k": -1}, "`top_k` is -1"),
             ({"top_p": 0.9}, "`top_p` 0.9 has no effect at `temperature` 0"),
         ],
     )

@@ -7,8 +7,17 @@ import pytest
 
 from hf_drelay.evaluation.figures import FIGURES, LIGHT, _gate_lines, draw_figures
 from hf_drelay.evaluation.records import append_rows
-from hf_drelay.evaluation.report import write_report
-from hf_drelay.evaluation.summary import ALL_TASKS, COLUMNS, markdown, quartiles, read_rows, summarize, table_rows
+from hf_drelay.evaluation.report import read_headroom, write_report
+from hf_drelay.evaluation.summary import (
+    ALL_TASKS,
+    COLUMNS,
+    circumstances,
+    markdown,
+    quartiles,
+    read_rows,
+    summarize,
+    table_rows,
+)
 from hf_drelay.modeling.draft_statistics import DraftStatistics
 
 
@@ -118,7 +127,7 @@ class TestSummary:
         with pytest.raises(ValueError, match="empty.json holds no rows"):
             read_rows([tmp_path / "empty.json"])
         append_rows(tmp_path / "other.json", [{"name": "x"}])
-        with pytest.raises(ValueError, match="row 1, holds something else than a benchmark row, for it lacks"):
+        with pytest.raises(ValueError, match="other.json is no file of result rows"):
             read_rows([tmp_path / "other.json"])
 
     def test_a_row_that_lacks_a_field_is_named(self, invented_rows, tmp_path):
@@ -126,6 +135,27 @@ class TestSummary:
         append_rows(tmp_path / "rows.json", [rows[0], {k: v for k, v in rows[1].items() if k != "walltimes_s"}])
         with pytest.raises(ValueError, match="row 2, .* lacks `walltimes_s`"):
             read_rows([tmp_path / "rows.json"])
+
+    def test_same_number_in_two_files_of_other_prompts_is_two_prompts(self, invented_rows):
+        rows = [
+            row | {"turns_sha256": sha} for sha in "ab" for row in invented_rows(["gsm8k"], (None,), num_prompts=1)
+        ]
+        records = [record for record in summarize(rows) if record["task"] == "gsm8k"]
+        assert [record["num_prompts"] for record in records] == [2, 2, 2]
+        assert "Prompts: 2 of gsm8k.jsonl" in circumstances(rows)[0]
+
+    def test_what_shapes_the_distribution_is_told(self, invented_rows):
+        rows = invented_rows(["gsm8k"], num_prompts=1)
+        rows = [row | {"generation_config": {"repetition_penalty": 1.1}} for row in rows]
+        for row in rows:
+            row["settings"] |= {"temperature": 0.7, "top_p": 1.0, "top_k": 5}
+        assert "temperature 0.7, top_k 5, repetition_penalty 1.1, seed" in circumstances(rows)[0]
+
+    @pytest.mark.parametrize("content", ["5", "{}", '{"headroom": {}}'])
+    def test_file_of_something_else_than_headroom_is_refused(self, content, tmp_path):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(ValueError, match="other.json is no file of `hf-drelay headroom`"):
+            read_headroom(tmp_path / "other.json")
 
     def test_a_file_that_is_named_twice_counts_once(self, invented_rows, tmp_path):
         append_rows(tmp_path / "rows.json", invented_rows(["gsm8k"], num_prompts=1))

@@ -1,6 +1,7 @@
 """The grid of a sweep and its best point; losslessness with the reason of each difference."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hf_drelay.evaluation import lossless
 from hf_drelay.evaluation.benchmark import BenchmarkConfig
 from hf_drelay.evaluation.divergence import Divergence, first_divergence
 from hf_drelay.evaluation.lossless import check_lossless, explain, summarize_lossless
+from hf_drelay.evaluation.records import recover_rows
 from hf_drelay.evaluation.sweep import ALWAYS_LOOP, best_point, sweep_options, sweep_ways, write_best
 from hf_drelay.evaluation.tasks import Conversation
 from hf_drelay.evaluation.ways import PLAIN, drafter_way
@@ -41,9 +43,10 @@ class TestGrid:
         assert best_point(rows)["loop_gate"] == -0.5
         before = {"block_size": 8, "loop_gate": None, "max_stages": 2, "num_draft_tokens": 4, "hidden_size": 32}
         (tmp_path / "config.json").write_text(json.dumps(before))
-        assert write_best(tmp_path, rows) == {"loop_gate": -0.5, "max_stages": 3, "num_draft_tokens": None}
-        written = json.loads((tmp_path / "config.json").read_text())
-        assert written == before | {"loop_gate": -0.5, "max_stages": 3, "num_draft_tokens": None}
+        best = {"loop_gate": -0.5, "max_stages": 3, "num_draft_tokens": None}
+        best |= {"proposal": "sample", "confidence_threshold": 0.0}  # with which all points were measured
+        assert write_best(tmp_path, rows) == best
+        assert json.loads((tmp_path / "config.json").read_text()) == before | best
 
     def test_open_gate_is_written_as_a_number(self, invented_rows, tmp_path):
         rows = invented_rows(["gsm8k"], gates=("-inf",))
@@ -58,6 +61,13 @@ class TestGrid:
         (tmp_path / "config.json").write_text(json.dumps({"block_size": 16}))
         rows = [r for r in invented_rows(["gsm8k"], gates=(None,)) if r["kind"] != "prompt_lookup"]
         with pytest.raises(ValueError, match="the fastest point has `block_size` 8"):
+            write_best(tmp_path, rows)
+
+    @pytest.mark.parametrize("option", [{"use_selector": False}, {"tree_budget": 4}, {"decoding_loop": "host"}])
+    def test_options_that_no_configuration_holds_are_not_written(self, invented_rows, tmp_path, option):
+        (tmp_path / "config.json").write_text(json.dumps({"block_size": 8}))
+        rows = [row | option for row in invented_rows(["gsm8k"])]
+        with pytest.raises(ValueError, match=f"`{next(iter(option))}` .* is an option of a call"):
             write_best(tmp_path, rows)
 
     def test_hub_drafter_cannot_be_written(self, invented_rows):
@@ -100,6 +110,14 @@ class TestLossless:
         with pytest.raises(ValueError, match="`temperature` is 1"):
             check_lossless(*parts, CONVERSATIONS[:1], BenchmarkConfig(9, 1.0), output, quiet=True)
 
+    def test_rows_behind_a_torn_end_stay_readable(self, parts, tmp_path):
+        output = tmp_path / "rows.json"
+        check_lossless(*parts, CONVERSATIONS[:1], CONFIG, output, quiet=True)
+        whole = output.read_bytes()
+        output.write_bytes(whole.replace(b"float32", b"bfloat16") + whole[:100])
+        check_lossless(*parts, CONVERSATIONS[:1], CONFIG, output, quiet=True)
+        assert [row["dtype"] for row in recover_rows(output)] == ["bfloat16"] * 2 + ["float32"] * 2
+
     def test_prompts_that_changed_are_refused(self, parts, tmp_path):
         output = tmp_path / "rows.json"
         check_lossless(*parts, CONVERSATIONS[:2], CONFIG, output, quiet=True)
@@ -135,6 +153,13 @@ class TestLossless:
         assert [r["num_different"] for r in records] == [3, 3] and [r["num_unexplained"] for r in records] == [3, 3]
         assert rows[0]["divergence"]["position"] == 4 and rows[0]["divergence"]["logit_gap"] > 1e-3
         assert "token 4 is" in explain(rows[0]) and "does NOT explain" in explain(rows[0])
+
+    def test_lost_token_is_never_explained(self, parts):
+        """However close the two best logits are."""
+        target, prompt = parts[0], torch.tensor([[1, 2, 3]])
+        divergence = first_divergence(target, prompt, [4, 5, 6], [4, 5])
+        assert not replace(divergence, logit_gap=0.0).is_explained
+        assert replace(divergence, logit_gap=0.0, other_id=7).is_explained
 
     def test_near_tie_is_explained_by_rounding(self, tiny):
         """Two logits that are the same to the type's precision; the prompt alone decides the gap."""
