@@ -49,12 +49,15 @@ class Imported:
         fields (`dict`): Arguments of [`DRelayConfig`].
         tensors (`dict[str, torch.Tensor]`): State dict of [`DRelayModel`].
         frozen (`dict[str, torch.Tensor]`): Copies of the target's tables, `embed_tokens` and `lm_head`.
+        scales (`dict[str, float]`): What the file states of its target's embedding and head: factor of embeddings
+            (`input_embedding_scale`) and soft-cap of logits (`final_logit_softcapping`, 0 for none).
     """
 
     kind: str
     fields: dict[str, Any]
     tensors: dict[str, torch.Tensor]
     frozen: dict[str, torch.Tensor] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
 
 
 def is_public_format(config: dict) -> bool:
@@ -74,13 +77,14 @@ def import_checkpoint(config: dict, tensors: dict[str, torch.Tensor], **override
         config (`dict`): Its `config.json`.
         tensors (`dict[str, torch.Tensor]`): Its weights, under their public names.
         overrides: Fields of [`DRelayConfig`] that the file does not tell, or tells wrongly: `layout`,
-            `num_target_layers`, `target_layer_ids`.
+            `num_target_layers`, `target_layer_ids`, `mask_token_id`.
 
     Raises:
         ValueError: When the file leaves open what cannot be guessed.
     """
-    names = {_strip(name) for name in tensors}
-    head = _head_kind(names)
+    tensors = {_strip(name): tensor for name, tensor in tensors.items()}
+    names = set(tensors)
+    head = _head_kind(config, names)
     family = _family(config, head, names)
     value = _lookup(config)
     fields = {name: value(name) for name in _COPIED if value(name) is not None}
@@ -90,20 +94,20 @@ def import_checkpoint(config: dict, tensors: dict[str, torch.Tensor], **override
     fields["block_size"] = value(
         "block_size", value("ttt_length", 7) if head == "eagle3" else 8 if family == "speculators" else 16
     )
-    fields["mask_token_id"] = value("mask_token_id", 0)
     fields["use_mask_embedding"] = "mask_embedding" in names
+    fields["mask_token_id"] = _mask_token(value, head, fields, overrides)
     verifier = (value("speculators_config") or {}).get("verifier") or {}
     fields["target_name_or_path"] = value("target_name_or_path", verifier.get("name_or_path"))
     fields |= _layers(value, fields)
-    fields |= _head_fields(head, value, tensors)
+    fields |= _head_fields(head, value, tensors, fields["vocab_size"])
     fields["layout"] = (
         "shifted" if head == "eagle3" else overrides.get("layout") or layout_of(config, family, head, names)
     )
     fields |= _taps(config, value, head, family, fields, overrides)
     fields |= overrides
     own, frozen = _own_tensors(tensors, fields)
-    _check_target_keys(value, fields)
-    return Imported(f"{family} {head}", {k: v for k, v in fields.items() if v is not None}, own, frozen)
+    known = {name: setting for name, setting in fields.items() if setting is not None}
+    return Imported(f"{family} {head}", known, own, frozen, _target_scales(value, fields))
 
 
 def layout_of(config: dict, family: str, head: str, names: set[str]) -> str:
@@ -118,9 +122,13 @@ def layout_of(config: dict, family: str, head: str, names: set[str]) -> str:
         return "shifted" if value("sample_from_anchor") else "fill_in"
     if head == "recurrent" and value("shift_label") is not None:
         return "shifted" if value("shift_label") else "fill_in"
-    if head == "markov" or family == "deepspec":
+    architectures = config.get("architectures") or []
+    is_dspark = "dspark" in (value("speculators_model_type"), value("projector_type")) or "DSpark" in str(
+        architectures
+    )
+    if head == "markov" or family == "deepspec" or is_dspark:
         return "shifted"
-    published = {"DFlashDraftModel", "DFlash2DraftModel"} & set(config.get("architectures") or [])
+    published = {"DFlashDraftModel", "DFlash2DraftModel"} & set(architectures)
     has_copies = {"embed_tokens.weight", "lm_head.weight"} <= names
     if family == "speculators" or (published and head != "recurrent" and not has_copies):
         return "fill_in"
@@ -183,7 +191,9 @@ def _strip(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _head_kind(names: set[str]) -> str:
+def _head_kind(config: dict, names: set[str]) -> str:
+    if config.get("speculators_model_type") == "eagle3" or "Eagle3" in str(config.get("architectures")):
+        return "eagle3"
     kinds = {
         "layers.0.hidden_norm.": "eagle3",
         "candidate_selector.": "bilinear",
@@ -211,24 +221,46 @@ def _rope(value) -> dict:
     return rope
 
 
+def _mask_token(value, head: str, fields: dict, overrides: dict) -> int:
+    token = overrides.get("mask_token_id", value("mask_token_id"))
+    if token is None and head != "eagle3" and not fields["use_mask_embedding"]:
+        raise ValueError(
+            "This checkpoint has no `mask_token_id`, whose embedding fills the slots of a block; pass the token that "
+            "it was trained with as `mask_token_id`."
+        )
+    return token or 0
+
+
 def _layers(value, fields: dict) -> dict:
     kinds = fields.get("layer_types") or ["full_attention"] * fields["num_hidden_layers"]
+    if value("use_swa") and "sliding_attention" not in kinds:
+        kinds = ["sliding_attention"] * len(kinds)
     causal = [kind == "sliding_attention" for kind in kinds]
-    if value("is_causal") is not None:
-        causal = [bool(value("is_causal"))] * len(kinds)
+    is_causal = value("is_causal", value("causal"))
+    if is_causal is not None:
+        causal = [bool(is_causal)] * len(kinds)
     elif value("sliding_window_non_causal", value("speculators_model_type") == "dflash2"):
         causal = [False] * len(kinds)
-    window = value("sliding_window") if "sliding_attention" in kinds else None
+    window = value("swa_window_size", value("sliding_window")) if "sliding_attention" in kinds else None
     return {"layer_types": kinds, "block_causal": causal, "sliding_window": window}
 
 
-def _head_fields(head: str, value, tensors: dict) -> dict:
+def _head_fields(head: str, value, tensors: dict, vocab_size: int) -> dict:
     fields: dict[str, Any] = {"head": "independent" if head == "eagle3" else head}
     if "d2t" in tensors:
         fields |= {"draft_vocab_size": len(tensors["d2t"]), "use_own_head": True}
+    elif "lm_head.weight" in tensors and len(tensors["lm_head.weight"]) != vocab_size:
+        raise ValueError(
+            f"This checkpoint drafts {len(tensors['lm_head.weight'])} of {vocab_size} tokens, but the tensor `d2t` "
+            "that tells which ones is missing; download it again."
+        )
     if head == "eagle3":
-        causal = {"block_causal": [True], "backbone": "eagle3", "use_own_head": True}
-        fields |= causal | {"norm_before_residual": bool(value("norm_before_residual", False))}
+        # Files with the whole vocabulary may leave the head to the target.
+        fields |= {"block_causal": [True], "backbone": "eagle3", "use_own_head": "lm_head.weight" in tensors}
+        fields["norm_before_residual"] = bool(value("norm_before_residual", False))
+        for flag in ("norm_output", "norm_before_fc", "input_norm"):
+            if value(flag):
+                raise ValueError(f"`{flag}` of this checkpoint is a variant of EAGLE-3 that is not supported.")
     if head == "bilinear":
         fields |= {"head_rank": value("selector_rank", 256), "pool_size": value("selector_top_k", 16)}
     fields["conv_kernel_size"] = value("conv_kernel_size", 2) if any("attention_conv." in n for n in tensors) else 0
@@ -269,8 +301,7 @@ def _taps(config: dict, value, head: str, family: str, fields: dict, overrides: 
 def _own_tensors(tensors: dict, fields: dict) -> tuple[dict, dict]:
     """`(tensors under our names, copies of the target's tables)`."""
     own, frozen = {}, {}
-    for raw, tensor in tensors.items():
-        name = _strip(raw)
+    for name, tensor in tensors.items():
         if name.startswith("verifier_") or name in ("t2d",):
             continue
         if name == "d2t":  # offsets, not ids
@@ -286,9 +317,15 @@ def _own_tensors(tensors: dict, fields: dict) -> tuple[dict, dict]:
             own["selector." + name] = tensor
         else:
             own["drafter." + name] = tensor
-    if "t2d" in tensors and "d2t" in tensors:
+    if "d2t" in tensors:
         ids = own["drafter.draft_token_ids"].sort().values
-        if not torch.equal(tensors["t2d"].nonzero().flatten().cpu(), ids.cpu()):
+        if ids[0] < 0 or ids[-1] >= fields["vocab_size"] or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"`d2t` of this checkpoint names tokens from {ids[0]} to {ids[-1]}, {len(ids.unique())} of {len(ids)} "
+                f"distinct, in a vocabulary of {fields['vocab_size']}; it must hold offsets from a draft's number to "
+                "its token. Download it again."
+            )
+        if "t2d" in tensors and not torch.equal(tensors["t2d"].nonzero().flatten().cpu(), ids.cpu()):
             raise ValueError("`d2t` and `t2d` of this checkpoint name different tokens; download it again.")
     if "d2t" in tensors and fields["head"] != "independent":
         rows = torch.full((fields["vocab_size"],), fields["draft_vocab_size"], dtype=torch.int32)
@@ -297,16 +334,19 @@ def _own_tensors(tensors: dict, fields: dict) -> tuple[dict, dict]:
     return own, frozen
 
 
-def _check_target_keys(value, fields: dict) -> None:
-    """Scales that a file states for its target are those of the target itself here; others cannot be honoured."""
-    scale = float(value("input_embedding_scale", 1.0))
+def _target_scales(value, fields: dict) -> dict[str, float]:
+    """Scales that a file states for its target; the drafter takes those of the target itself, so they must agree."""
+    names = ("input_embedding_scale", "final_logit_softcapping")
+    scales = {name: float(value(name)) for name in names if value(name) is not None}
+    scale = scales.get("input_embedding_scale", 1.0)
     if float(value("output_multiplier", 1.0)) != 1.0 or (
         scale != 1.0 and abs(scale - fields["hidden_size"] ** 0.5) > 1e-2 * scale
     ):
         raise ValueError(
             f"`output_multiplier` {value('output_multiplier', 1.0)} and `input_embedding_scale` {scale} of this "
-            "checkpoint differ from what the target's own embedding and head do; such files are not supported."
+            "checkpoint are those of no known target; such files are not supported."
         )
+    return scales
 
 
 # Writing.
@@ -324,10 +364,19 @@ def _check_exportable(config: DRelayConfig, head: str, format: str) -> None:
         and not config.use_own_head,
         "`use_own_head` False (the format keeps a head of its own)": head == "eagle3" and not config.use_own_head,
         "`use_own_head` True": format == "zlab" and head != "eagle3" and config.use_own_head,
+        f"`block_causal` {config.block_causal}": head != "eagle3"
+        and config.block_causal not in _sayable_masks(config, format),
     }
     for reason, applies in reasons.items():
         if applies:
             raise ValueError(f"`format` {format!r} has no way to say {reason}; save this drafter in our own format.")
+
+
+def _sayable_masks(config: DRelayConfig, format: str) -> list[list[bool]]:
+    """Choices of `block_causal` that a format has words for: without any, sliding layers are causal."""
+    usual = [kind == "sliding_attention" for kind in config.layer_types]
+    size = len(usual)
+    return [usual, [False] * size, *([[True] * size] if format == "zlab" else [])]
 
 
 def _public_name(name: str, head: str, format: str) -> str | None:

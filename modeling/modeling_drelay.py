@@ -55,6 +55,7 @@ class DRelayModel(DRelayPreTrainedModel):
         self.head_rows = HeadRows()
         self.default_view = DraftView(self)
         self.frozen_copies: dict[str, tuple] = {}  # sample of target tables that a public file stored
+        self.target_scales: dict[str, float] = {}  # what such a file states of its target
         self.model_tags = ["speculative-decoding", "draft-model", "custom_code", "hf-drelay"]  # for `push_to_hub`
         self.post_init()
 
@@ -142,6 +143,14 @@ class DRelayModel(DRelayPreTrainedModel):
             weights = {f"drafter.{name}": tensor for name, tensor in module_weights(target).items()}
         else:
             weights = {f"drafter.assistant.{name}": tensor for name, tensor in assistant.state_dict().items()}
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        other = [name for name, tensor in weights.items() if tensor.shape != shapes.get(name, tensor.shape)]
+        if other:
+            raise ValueError(
+                f"`target` {target.config._name_or_path!r}: `{other[0]}` of the module has shape "
+                f"{tuple(weights[other[0]].shape)}, but its configuration asks for {tuple(shapes[other[0]])}; load "
+                "both from one place."
+            )
         problems = model.load_state_dict(weights, strict=False)
         wrong = sorted([*problems.missing_keys, *problems.unexpected_keys])
         if wrong:
@@ -272,6 +281,7 @@ class DRelayModel(DRelayPreTrainedModel):
         model = model.to(dtype)
         model.load_state_dict(imported.tensors)
         model.config.dtype = dtype
+        model.target_scales = imported.scales
         for name, table in imported.frozen.items():
             rows = torch.linspace(0, len(table) - 1, min(len(table), 64)).long()
             model.frozen_copies[name] = (len(table), rows, table[rows].float())
@@ -292,6 +302,26 @@ class DRelayModel(DRelayPreTrainedModel):
                     f"{self.config.target_name_or_path or 'that it was trained for'}."
                 )
         self.frozen_copies = {}
+        self._check_target_scales(target)
+
+    @torch.no_grad()
+    def _check_target_scales(self, target) -> None:
+        """Compare what a public file states of its target's embedding and head with the target, at the first use."""
+        cap = getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        own = {"final_logit_softcapping": float(cap or 0.0)}
+        embedding = target.get_input_embeddings()
+        weight = getattr(embedding, "weight", None)
+        if weight is not None and weight.device.type != "meta" and weight.dtype.is_floating_point:
+            row = weight[:256].float().norm(dim=-1).argmax().reshape(1)  # that of a padding token is often zero
+            own["input_embedding_scale"] = float(embedding(row).float().norm() / weight[row].float().norm())
+        for name, stated in self.target_scales.items():
+            if name in own and abs(own[name] - stated) > 1e-2 * max(abs(stated), 1.0):
+                raise ValueError(
+                    f"`assistant_model` was published for a target with `{name}` {stated:g}, but that of "
+                    f"{type(target).__name__} {target.config._name_or_path!r} is {own[name]:g}; load the target "
+                    f"{self.config.target_name_or_path or 'that it was trained for'}."
+                )
+        self.target_scales = {}
 
     @torch.no_grad()
     def draft(
@@ -422,11 +452,19 @@ def read_tensors(name_or_path, **hub) -> dict[str, torch.Tensor]:
             files = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
         paths = [cached_file(name_or_path, file, **hub) for file in files]
         if all(path is not None for path in paths):
-            return {name: tensor for path in paths for name, tensor in load_state_dict(path).items()}
+            return {name: tensor for path in paths for name, tensor in _read_weight_file(path).items()}
     raise ValueError(
         f"`pretrained_model_name_or_path` {str(name_or_path)!r} has no complete weight file (model.safetensors or "
         "pytorch_model.bin); download the checkpoint again."
     )
+
+
+def _read_weight_file(path: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_state_dict(path)
+    except Exception as error:  # of the formats below, each with errors of its own
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{path} cannot be read ({reason}); download the checkpoint again.") from error
 
 
 def _listed(names: list[str], limit: int = 8) -> str:

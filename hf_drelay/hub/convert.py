@@ -35,6 +35,11 @@ def convert(source: str, destination: str | Path, target=None, tokenizer=None, f
     destination = Path(destination)
     if destination.exists() and any(destination.iterdir()):
         raise ValueError(f"`destination` {str(destination)!r} is not empty; name a new folder.")
+    if format == "zlab" and target is None and '"num_target_layers"' not in json.dumps(_read_config(source)):
+        raise ValueError(
+            f"`target` of {source!r} is needed: its configuration does not tell `num_target_layers`, which `format` "
+            "'zlab' has to."
+        )
     model, report = load_any(source, target, tokenizer)
     part = destination.with_name(destination.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -77,9 +82,14 @@ def load_any(source: str, target=None, tokenizer=None) -> tuple[DRelayModel, dic
         }
         report["acceptance_length"] = measure_layouts(candidates, target, tokenizer)
         imported = candidates[max(report["acceptance_length"], key=report["acceptance_length"].get)]
+    model = DRelayModel.from_imported(imported)
     if target is not None:
         _compare_tables(imported.frozen, target)
-    return DRelayModel.from_imported(imported), {"kind": imported.kind} | report
+        model.adapter(target)  # compares what else the file states of its target
+    elif imported.frozen or imported.scales:
+        stated = [*(f"a copy of `{name}`" for name in imported.frozen), *(f"`{name}`" for name in imported.scales)]
+        report["not_compared"] = f"{', '.join(stated)} of the target; pass the target to compare them"
+    return model, {"kind": imported.kind} | report
 
 
 def measure_layouts(candidates: dict, target, tokenizer, max_new_tokens: int = 64) -> dict[str, float]:

@@ -230,6 +230,23 @@ PUBLIC = {
         "shifted",
         "markov",
     ),
+    "speculators_dspark_without_markov": (
+        SPECULATORS | {"speculators_model_type": "dspark", "markov_rank": 0},
+        dflash(),
+        "shifted",
+        "independent",
+    ),
+    "speculators_eagle3_target_head": (
+        SPECULATORS
+        | {
+            "speculators_model_type": "eagle3",
+            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in TAPS],
+            "transformer_layer_config": BASE | {"num_hidden_layers": 1, "layer_types": None, "model_type": "llama"},
+        },
+        {"fc.weight": (H, len(TAPS) * H), "norm.weight": (H,)} | eagle("layers.{i}."),
+        "shifted",
+        "eagle3",
+    ),
     "speculators_eagle3": (
         SPECULATORS
         | {
@@ -380,6 +397,65 @@ class TestErrors:
         with pytest.raises(ValueError, match="`d2t` and `t2d`"):
             self.load(tmp_path, target, "specforge_eagle3", change_tensors=lambda t: t["t2d"].logical_not_())
 
+    @pytest.mark.parametrize("name", ["speculators_dflash_reduced", "specforge_eagle3"])
+    def test_missing_vocabulary_map_is_named(self, tmp_path, target, name):
+        with pytest.raises(ValueError, match="drafts 40 of 96 tokens, but the tensor `d2t`.* is missing"):
+            self.load(tmp_path, target, name, change_tensors=lambda t: t.pop("d2t"))
+
+    @pytest.mark.parametrize("shift", [90, -50], ids=["beyond", "negative"])
+    def test_vocabulary_map_out_of_range_is_refused(self, tmp_path, target, shift):
+        def change(tensors):
+            tensors["d2t"] += shift
+            del tensors["t2d"]
+
+        with pytest.raises(ValueError, match="`d2t` of this checkpoint names tokens from .* vocabulary of 96"):
+            self.load(tmp_path, target, "specforge_eagle3", change_tensors=change)
+
+    def test_missing_mask_token_is_asked_for(self, tmp_path, target):
+        def remove(config):
+            del config["dflash_config"]["mask_token_id"]
+
+        with pytest.raises(ValueError, match="has no `mask_token_id`"):
+            self.load(tmp_path, target, "zlab_dflash", remove)
+        assert self.load(tmp_path, target, "zlab_dflash", remove, mask_token_id=3).config.mask_token_id == 3
+
+    def test_damaged_weight_file_is_named(self, tmp_path, target):
+        config, table, _, _ = PUBLIC["zlab_dflash"]
+        folder = write(tmp_path / "bad", config, make_tensors(table, target))
+        whole = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match="model.safetensors cannot be read"):
+            DRelayModel.from_pretrained(str(folder))
+
+    @pytest.mark.parametrize("scale", [{"final_logit_softcapping": 3.0}, {"input_embedding_scale": H**0.5}])
+    def test_scales_of_another_target_are_refused(self, toolbox, tmp_path, target, scale):
+        drafter = self.load(tmp_path, target, "zlab_dflash", lambda c: c["dflash_config"].update(scale))
+        with pytest.raises(ValueError, match=f"published for a target with `{next(iter(scale))}`"):
+            toolbox.greedy(target, toolbox.prompt(5), drafter, max_new_tokens=3)
+
+    @pytest.mark.parametrize(("aliases", "causal"), [({"causal": False}, False), ({"is_causal": True}, True)])
+    def test_mask_of_the_block_has_two_names(self, tmp_path, target, aliases, causal):
+        drafter = self.load(tmp_path, target, "zlab_dflash2", lambda c: c["dflash_config"].update(aliases))
+        assert drafter.config.block_causal == [causal] * 2
+
+    def test_window_for_all_layers_is_read(self, tmp_path, target):
+        window = {"use_swa": True, "swa_window_size": 4}
+        drafter = self.load(tmp_path, target, "zlab_dflash", lambda c: c["dflash_config"].update(window))
+        assert drafter.config.layer_types == ["sliding_attention"] * 2 and drafter.config.sliding_window == 4
+
+    def test_causal_block_has_no_place_in_the_speculators_format(self, tmp_path, target):
+        model = self.load(tmp_path, target, "zlab_dflash", lambda c: c["dflash_config"].update(is_causal=True))
+        with pytest.raises(ValueError, match=r"has no way to say `block_causal` \[True, True\]"):
+            export_checkpoint(model.config, model.state_dict(), "speculators")
+
+    def test_prefix_of_all_names_is_taken_away(self, target):
+        for name in ("deepspec_dspark", "speculators_eagle3"):
+            config, table, _, _ = PUBLIC[name]
+            tensors = make_tensors(table, target)
+            plain = import_checkpoint(config, tensors)
+            prefixed = import_checkpoint(config, {f"model.{name}": tensor for name, tensor in tensors.items()})
+            assert prefixed.fields == plain.fields and set(prefixed.tensors) == set(plain.tensors)
+
     def test_unknown_argument_is_refused(self, tmp_path, target):
         with pytest.raises(ValueError, match="`device_map` is no field"):
             self.load(tmp_path, target, "zlab_dflash", device_map="cpu")
@@ -392,6 +468,20 @@ class TestErrors:
 
 
 class TestConvert:
+    def test_what_was_not_compared_is_told(self, target, tmp_path):
+        config, table, _, _ = PUBLIC["deepspec_dspark"]
+        source = write(tmp_path / "public", config, make_tensors(table, target))
+        assert "a copy of `lm_head`" in convert(str(source), tmp_path / "own")["not_compared"]
+        assert "not_compared" not in convert(str(source), tmp_path / "compared", target)
+
+    def test_zlab_format_needs_the_depth_of_the_target(self, target, tmp_path):
+        config, table, _, _ = PUBLIC["speculators_dflash"]
+        source = write(tmp_path / "public", config, make_tensors(table, target))
+        with pytest.raises(ValueError, match="does not tell `num_target_layers`"):
+            convert(str(source), tmp_path / "own", format="zlab")
+        convert(str(source), tmp_path / "own", target, format="zlab")
+        assert json.loads((tmp_path / "own" / "config.json").read_text())["num_target_layers"] == N
+
     def test_to_our_format_and_back(self, target, tmp_path):
         config, table, _, _ = PUBLIC["zlab_dflash2"]
         tensors = make_tensors(table, target)
