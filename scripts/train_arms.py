@@ -95,6 +95,10 @@ COMPARISON: dict[str, tuple[dict, dict]] = {
         {"head": "markov", "head_rank": 206, "markov_head_type": "gated", "use_confidence_head": True},
         {"head_l1_share": 0.9},
     ),
+    "DSpark, loss of the head alone": (
+        {"head": "markov", "head_rank": 206, "markov_head_type": "gated", "use_confidence_head": True},
+        {"head_l1_share": 0.9, "base_weight": 0.0},
+    ),
     "EAGLE-3": (
         {
             "backbone": "eagle3",

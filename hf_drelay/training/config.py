@@ -69,7 +69,7 @@ class DRelayTrainingConfig(TrainingArguments):
             linearly from the decay to the contribution weight; 1 keeps the decay.
         base_anchor_end (`float`): Share of the training over which the base loss hands over to the head's, as Domino
             does; 0 keeps both.
-        base_loss, soft_weight, slot_weight, decay, support_weight, support_margin, repair_weight, head_l1_share,
+        base_loss, soft_weight, slot_weight, decay, base_weight, support_weight, support_margin, repair_weight, head_l1_share,
         head_kl_share, confidence_weight, contribution_floor, chunk_rows: See [`ObjectiveConfig`].
         num_soft_targets (`int`): Tokens of the target's distribution that the losses with soft targets look at.
 
@@ -116,6 +116,7 @@ class DRelayTrainingConfig(TrainingArguments):
     num_soft_targets: int = _field(32, "Tokens of the target's distribution that are looked at.")
     slot_weight: str = _field("decay", "decay or dpace.")
     decay: float = _field(4.0, "Time constant of the slot weight.")
+    base_weight: float = _field(1.0, "Weight of the backbone's own losses.")
     support_weight: float = _field(0.1, "Weight of the candidate-support loss.")
     support_margin: float = _field(0.5, "Margin of the candidate-support loss.")
     repair_weight: float = _field(1.0, "Weight of the head's loss.")
@@ -140,6 +141,12 @@ class DRelayTrainingConfig(TrainingArguments):
             raise ValueError(
                 f"`repair_weight` {self.repair_weight} leaves the selector without a loss; use a weight above 0, or "
                 "`train_selector=False`."
+            )
+        has_head_alone = self.base_weight == 0 and (not self.train_selector or self.selector_start > 0)
+        if self.base_weight < 0 or has_head_alone:
+            raise ValueError(
+                f"`base_weight` is {self.base_weight}; expected at least 0, and more than that where the head is not "
+                "trained from the first step on, because no other loss is left."
             )
         if self.freeze_backbone and not self.train_selector:
             raise ValueError("`freeze_backbone=True` with `train_selector=False` leaves nothing to train.")

@@ -238,7 +238,7 @@ class DRelayTrainer(Trainer):
         config.repair_weight = args.repair_weight if trains_selector else 0.0
         if args.base_anchor_end:  # Domino: the backbone's own loss hands over to that of the head
             share = min(progress / args.base_anchor_end, 1.0)
-            config.base_weight = 1 - share
+            config.base_weight = args.base_weight * (1 - share)
             config.repair_weight *= share
         # A share of 1 is never reached within a run.
         config.loop_depth = args.loop_depth if progress >= args.loop_start else 1

@@ -270,6 +270,7 @@ class TestImpossibleRuns:
         ("fields", "match"),
         [
             ({"freeze_backbone": True, "selector_start": 0.5}, "`selector_start` 0.5 has nothing to train before it"),
+            ({"base_weight": 0.0, "train_selector": False}, "`base_weight` is 0.0; .* no other loss is left"),
             ({"repair_weight": 0.0}, "`repair_weight` 0.0 leaves the selector without a loss"),
             ({"target_dtype": "bf16"}, "`target_dtype` is 'bf16'; expected float32"),
             ({"num_replayed": 0}, "`num_replayed` is 0"),
