@@ -37,6 +37,8 @@ def push(
         except RuntimeError as error:
             raise ValueError(f"Not published. {error}") from error
         typer.echo(f"{repository}: lossless on {len(report['prompts'])} greedy texts in a clean process")
+        if all(entry["acceptance_length"] == 1 for entry in report["prompts"]):
+            typer.echo("Mind that no draft was accepted in them; was it trained for this target?", err=True)
         for path in sorted(path for path in repository.rglob("*") if path.is_file()):
             typer.echo(f"  {path.relative_to(repository)}  {path.stat().st_size}")
         if not dry_run:

@@ -66,7 +66,7 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
         ImportError: If gradio is missing.
     """
     gr = _gradio()
-    page = Page(engine)
+    page = Page(engine, unchanged=gr.skip())
     defaults = engine.default_settings()
     num_drafts = max(drelay.config.num_drafts for drelay in engine.drafters.values())
     with gr.Blocks(title="DRelay: speculative decoding, visible", analytics_enabled=False) as app:
@@ -99,7 +99,9 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
                         race_prompt = gr.Textbox(
                             EXAMPLES[1], label="Prompt", lines=2, max_lines=8, elem_id="dr-race-prompt"
                         )
-                        start = gr.Button("Start the race", variant="primary", elem_id="dr-start")
+                        with gr.Row():
+                            start = gr.Button("Start the race", variant="primary", elem_id="dr-start")
+                            halt = gr.Button("Stop", elem_id="dr-halt", min_width=80)
                         race = gr.HTML(page.empty_race(), elem_id="dr-race")
             with gr.Column(scale=1, min_width=260):
                 drafter = gr.Dropdown(list(engine.drafters), value=defaults.drafter, label="Drafter")
@@ -120,7 +122,9 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
                     info="Log-confidence from which another stage is drafted, when fixed",
                     elem_id="dr-gate",
                 )
-                stages = gr.Slider(1, 6, value=defaults.max_stages, step=1, label="Stages at most")
+                stages = gr.Slider(
+                    1, max(6, defaults.max_stages), value=defaults.max_stages, step=1, label="Stages at most"
+                )
                 length = gr.Slider(
                     1, num_drafts, value=defaults.num_draft_tokens, step=1, label="Draft tokens per stage"
                 )
@@ -154,7 +158,8 @@ def build_app(engine: DemoEngine, on_device=lambda function, duration_s: functio
         light = {"queue": False, "show_progress": "hidden"}
         start.click(None, cancels=[replay], **light)  # the next race has the lanes for itself
         events.append(replay)
-        stop.click(None, cancels=events, **light)
+        stop.click(page.stop, turns, [chat, turns], cancels=events, **light)
+        halt.click(None, cancels=events, **light)
         clear.click(page.clear, None, on_chat["outputs"], cancels=events, **light)
 
         def open_round(turns, event: gr.EventData):
@@ -194,8 +199,9 @@ class MeasuredRace:
 class Page:
     """What the page's events do. Free of any user interface but HTML, so that it can be tested without a browser."""
 
-    def __init__(self, engine: DemoEngine):
+    def __init__(self, engine: DemoEngine, unchanged: object = None):
         self.engine = engine
+        self.unchanged = unchanged  # stands for an output that stays as the visitor has it
 
     def answer(self, prompt: str, turns: list, *controls):
         """Answer `prompt` after `turns`; yields `(chat, figures, turns, prompt, pools)`."""
@@ -216,11 +222,12 @@ class Page:
         if not self.engine.is_warm:
             self.engine.warm_up()
         for progress in _thinned(self.engine.run(inputs, settings)):
-            reply.rounds = progress.rounds
+            reply.rounds, reply.is_done = progress.rounds, progress.is_done
             ids = [token for traced in progress.rounds for token in traced.committed_ids]
             reply.content = self.engine.tokenizer.decode(ids, skip_special_tokens=True)
             figures = render.figures(progress.rounds, len(ids), progress.tokens_per_s)
-            yield self._chat(turns), figures, turns, "", closed
+            # By now the visitor may type the next prompt, or look at a round.
+            yield self._chat(turns), figures, turns, self.unchanged, self.unchanged
 
     def measure(self, prompt: str, *controls):
         """
@@ -253,6 +260,12 @@ class Page:
         yield from self._replay(lanes, measured.results)
         yield render.race(lanes, _verdict(*measured.results, is_greedy=measured.is_greedy))
 
+    def stop(self, turns: list):
+        """The conversation as it is when its answer was stopped."""
+        for turn in turns:
+            turn.is_done = True
+        return self._chat(turns), turns
+
     def clear(self):
         """An empty conversation."""
         return self._chat([]), render.figures([], 0, 0.0), [], "", render.pool_view(None, -1, None)
@@ -260,7 +273,9 @@ class Page:
     def open_round(self, turns: list, turn: int, index: int):
         """The chat with a round marked, and its pools."""
         selected = turns[turn] if 0 <= turn < len(turns) and turns[turn].role == "assistant" else None
-        return self._chat(turns, (turn, index)), render.pool_view(selected, index, self.engine.tokenizer)
+        for other in turns:
+            other.chosen = index if other is selected else None
+        return self._chat(turns), render.pool_view(selected, index, self.engine.tokenizer)
 
     def empty_race(self) -> str:
         return render.race(self._lanes(), "")
@@ -268,8 +283,8 @@ class Page:
     def _lanes(self) -> list[render.Lane]:
         return [render.Lane("with the drafter"), render.Lane("plain decoding")]
 
-    def _chat(self, turns, selected=None) -> str:
-        return render.conversation(turns, self.engine.tokenizer, selected)
+    def _chat(self, turns) -> str:
+        return render.conversation(turns, self.engine.tokenizer)
 
     def _settings(self, drafter, selector, gating, gate, stages, length, temperature, proposal, max_new, seed):
         return DemoSettings(
@@ -296,7 +311,7 @@ class Page:
                 lane.total = len(result.token_ids)
                 lane.num_tokens = sum(moment <= now_s for moment in result.times_s)
                 lane.is_done = lane.num_tokens == lane.total
-                lane.elapsed_s = min(now_s, result.times_s[-1]) if result.times_s else 0.0
+                lane.elapsed_s = result.elapsed_s if lane.is_done else now_s
                 lane.text = "".join(texts[: lane.num_tokens])
                 is_running |= not lane.is_done
             yield render.race(lanes, "Replay at the measured pace")

@@ -31,12 +31,16 @@ class Turn:
         content (`str`): Text.
         rounds (`list[TracedRound]`): Of an answer.
         loop_gate (`float` or `"auto"`, *optional*): The gate of an answer's call.
+        is_done (`bool`): Whether an answer has ended or was stopped.
+        chosen (`int`, *optional*): Round of an answer whose pools are open.
     """
 
     role: str
     content: str
     rounds: list = field(default_factory=list)
     loop_gate: float | str | None = None
+    is_done: bool = False
+    chosen: int | None = None
 
 
 def legend() -> str:
@@ -47,13 +51,8 @@ def legend() -> str:
     return f'<div class="dr-legend">{items}<span class="dr-hint">Click a token to open its round.</span></div>'
 
 
-def conversation(turns: list[Turn], tokenizer, selected: tuple[int, int] | None = None) -> str:
-    """
-    The messages; tokens of one round stand together and can be clicked.
-
-    Args:
-        selected (`tuple[int, int]`, *optional*): Turn and round whose pools are open.
-    """
+def conversation(turns: list[Turn], tokenizer) -> str:
+    """The messages; tokens of one round stand together and can be clicked."""
     if not turns:
         return (
             '<div class="dr-chat dr-empty">Ask something. Every token of the answer is colored by where it came '
@@ -62,16 +61,15 @@ def conversation(turns: list[Turn], tokenizer, selected: tuple[int, int] | None 
     parts = []
     for number, turn in enumerate(turns):
         if turn.role == "assistant":
-            chosen = selected[1] if selected is not None and selected[0] == number else None
-            body = _answer(turn, number, tokenizer, chosen)
+            body = _answer(turn, number, tokenizer)
         else:
             body = escape(turn.content)
         role = ' role="alert"' if turn.role == "note" else ""
-        parts.append(f'<div class="dr-msg dr-msg-{turn.role}"{role}>{body}</div>')
+        parts.append(f'<div class="dr-msg dr-msg-{turn.role}" dir="auto"{role}>{body}</div>')
     return f'<div class="dr-chat">{"".join(parts)}</div>'
 
 
-def _answer(turn: Turn, number: int, tokenizer, chosen: int | None) -> str:
+def _answer(turn: Turn, number: int, tokenizer) -> str:
     ids = [token for traced in turn.rounds for token in traced.committed_ids]
     pieces = iter(token_pieces(tokenizer, ids))
     html = []
@@ -86,12 +84,13 @@ def _answer(turn: Turn, number: int, tokenizer, chosen: int | None) -> str:
                     f"{escape(piece)}</span>"
                 )
         if tokens:
-            state = " dr-chosen" if index == chosen else ""
+            state = " dr-chosen" if index == turn.chosen else ""
             html.append(
                 f'<span class="dr-round{state}" role="button" tabindex="0" data-turn="{number}" '
                 f'data-round="{index}">{"".join(tokens)}</span>'
             )
-    return "".join(html) or '<span class="dr-wait">reading the prompt …</span>'
+    waiting = "no text" if turn.is_done else "reading the prompt …"
+    return "".join(html) or f'<span class="dr-wait">{waiting}</span>'
 
 
 def figures(rounds: list, num_tokens: int, tokens_per_s: float) -> str:

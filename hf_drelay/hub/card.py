@@ -5,6 +5,7 @@ belong to it. Everything with a number in it comes from `config.json`, `training
 """
 
 import json
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -24,11 +25,16 @@ CARD_FILE = "card.yaml"
 TAGS = ["speculative-decoding", "draft-model", "custom_code", "hf-drelay"]
 _DATASET_TYPE = re.compile(r"([\w-]+/)?[\w.-]+", re.ASCII)  # the Hub's own rule for `model-index`
 REQUIRED = ("license", "language", "training")
+_RELATIONS = ("adapter", "finetune", "merge", "quantized")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(-[A-Za-z]+)?|multilingual|code")  # ISO 639, as the Hub reads it
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 _DEFAULTS = {
     "base_model_relation": None,
     "chat": "the target's default chat template; other templates lower the speed, not the quality.",
     "data": [],
     "languages_note": "the languages named above; others lower the speed, not the quality.",
+    "license_link": None,
+    "license_name": None,
     "license_note": "The weights have the licence named above; the target's own licence applies to the target.",
     "limits": "Made for the target named above and the text it was trained on. Other text is decoded correctly, but "
     "fewer drafts are accepted.",
@@ -82,7 +88,38 @@ def read_card_file(folder: Path) -> dict:
     if missing or unknown:
         problem = f"lacks `{missing[0]}`" if missing else f"has the unknown entry `{unknown[0]}`"
         raise ValueError(f"`{path}` {problem}; it takes {sorted({*REQUIRED, *_DEFAULTS})}.")
-    return _DEFAULTS | words
+    words = _DEFAULTS | {name: value for name, value in words.items() if value is not None}
+    _check_words(path, words)
+    return words
+
+
+def _check_words(path: Path, words: dict) -> None:
+    """Raise a `ValueError` for an entry that the template or the Hub could not use."""
+    languages = words["language"] if isinstance(words["language"], list) else [words["language"]]
+    wrong = [
+        ("language", value, "a code such as `en`, in quotes where YAML reads something else (`'no'`)")
+        for value in languages
+        if not isinstance(value, str) or not _LANGUAGE.fullmatch(value)
+    ]
+    if not isinstance(words["license"], str) or not _LICENSE.fullmatch(words["license"]):
+        wrong.append(("license", words["license"], "an identifier of the Hub such as `apache-2.0`, or `other`"))
+    if (words["license"] == "other") != (words["license_name"] is not None):
+        wrong.append(("license_name", words["license_name"], "a name with `license: other`, and with it alone"))
+    if words["base_model_relation"] not in (None, *_RELATIONS):
+        wrong.append(("base_model_relation", words["base_model_relation"], f"one of {', '.join(_RELATIONS)}"))
+    if not _is_list_of(words["results"], str):
+        wrong.append(("results", words["results"], "a list of files"))
+    if not isinstance(words["result_datasets"], dict):
+        wrong.append(("result_datasets", words["result_datasets"], "a data set's id for each prompt file"))
+    if not _is_list_of(words["data"], dict) or any(not {"name", "part", "license"} <= set(d) for d in words["data"]):
+        wrong.append(("data", words["data"], "a list of entries with `name`, `part`, `license` and perhaps `id`"))
+    if wrong:
+        name, value, expected = wrong[0]
+        raise ValueError(f"`{name}` of `{path}` is {value!r}; expected {expected}.")
+
+
+def _is_list_of(value, kind: type) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
 def load_words(path: Path) -> dict:
@@ -94,6 +131,17 @@ def load_words(path: Path) -> dict:
     if not isinstance(words, dict):
         raise ValueError(f"`{path}` holds a {type(words).__name__}, not entries such as `license: apache-2.0`.")
     return words
+
+
+def read_record(path: Path) -> dict:
+    """A JSON file with an object in it; a `ValueError` names it when it is another one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no valid JSON: {error}. Mend it, or save it again.") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} holds a {type(record).__name__}, not an object; save it again.")
+    return record
 
 
 def result_files(folder: Path, words: dict) -> list[Path]:
@@ -128,14 +176,14 @@ def render_card(
     Args:
         folder (`str` or `Path`): Holds `config.json`, weights, `card.yaml` and, where there is one,
             `training_log.json`.
-        repo_id (`str`, *optional*): Where it will be published; the folder's name by default.
+        repo_id (`str`, *optional*): Where it will be published; by default an owner to fill in.
         tags (`Sequence[str]`): Further tags of the front matter.
         records (`dict`, *optional*): What [`folder_records`] found, if it is known already.
     """
     folder = Path(folder)
-    repo_id = repo_id or folder.resolve().name
+    repo_id = repo_id or f"OWNER/{folder.resolve().name}"
     words = read_card_file(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_record(folder / "config.json")
     words["title"] = words["title"] or f"DRelay drafter for {config['target_name_or_path'].rpartition('/')[2]}"
     records = folder_records(folder) if records is None else records
     template = files("hf_drelay.hub.templates").joinpath("model_card.md.jinja").read_text(encoding="utf-8")
@@ -178,6 +226,8 @@ def card_data(words: dict, config: dict, records: dict, repo_id: str, tags: Sequ
         language=words["language"],
         library_name="transformers",
         license=words["license"],
+        license_name=words["license_name"],
+        license_link=words["license_link"],
         model_name=repo_id.rpartition("/")[2] if results else None,
         pipeline_tag="text-generation",
         tags=list(dict.fromkeys([*TAGS, *tags])),
@@ -233,17 +283,17 @@ def _config_rows(config: dict, folder: Path) -> list[tuple[str, str]]:
 
 def _weight_sizes(folder: Path) -> tuple[int, int]:
     """Parameters and bytes of all weight files, from their headers alone."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     num_parameters = num_bytes = 0
     for path in sorted(folder.glob("*.safetensors")):
         num_bytes += path.stat().st_size
-        with safe_open(path, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118, it is no dictionary
-                size = 1
-                for extent in weights.get_slice(name).get_shape():
-                    size *= extent
-                num_parameters += size
+        try:
+            with safe_open(path, framework="pt") as weights:
+                shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118, no dictionary
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read ({error}); save or download it again.") from error
+        num_parameters += sum(math.prod(shape) for shape in shapes)
     return num_parameters, num_bytes
 
 
@@ -251,21 +301,23 @@ def _recipe_rows(folder: Path) -> list[tuple[str, str]]:
     path = folder / "training_log.json"
     if not path.is_file():
         return []
-    log = json.loads(path.read_text(encoding="utf-8"))
-    rows = without_folders({**log.get("recipe", {}), **log.get("target", {})})
+    log = read_record(path)
+    rows = without_folders({**(log.get("recipe") or {}), **(log.get("target") or {})})
     return [(f"`{name}`", _shown(value)) for name, value in rows.items()]
 
 
 def _shown(value) -> str:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return "; ".join(value)
-    return "off" if value is None else str(value).replace("|", "\\|")
+    """A value as the cell of a table."""
+    text = "; ".join(value) if _is_list_of(value, str) else "off" if value is None else str(value)
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _environment():
     from jinja2 import Environment, StrictUndefined
 
-    return Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["cell"] = _shown
+    return environment
 
 
 _CITATION = textwrap.dedent(

@@ -45,10 +45,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 repository, target_folder, prompts, num_tokens, tie = json.loads(sys.argv[1])
 target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
 drelay = AutoModel.from_pretrained(repository, trust_remote_code=True).eval()
+weights = drelay.state_dict().items()
+broken = [name for name, tensor in weights if tensor.is_floating_point() and not tensor.isfinite().all()]
 if isinstance(prompts[0], str):
     tokenizer = AutoTokenizer.from_pretrained(target_folder)
     prompts = [tokenizer(text).input_ids for text in prompts]
-report = {"class": type(drelay).__name__, "prompts": []}
+report = {"class": type(drelay).__name__, "broken": broken, "prompts": []}
 for prompt in prompts:
     ids = torch.tensor([prompt])
     call = dict(attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens)
@@ -151,6 +153,8 @@ def check_loads_and_is_lossless(
     if done.returncode != 0:
         raise RuntimeError(f"{repository} does not load and draft in a clean process: {_reason(done)}")
     report = json.loads(done.stdout.splitlines()[-1])
+    if report["broken"]:
+        raise RuntimeError(f"{repository}: `{report['broken'][0]}` holds numbers that are not finite; train it again.")
     if not all(entry["num_rounds"] for entry in report["prompts"]):
         raise RuntimeError(f"{repository} drafted nothing for some prompt; its `config.json` may not fit the target.")
     different = [entry for entry in report["prompts"] if not entry["is_same"]]

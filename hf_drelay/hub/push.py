@@ -7,16 +7,18 @@ is written to such a folder first. From there on both are the same two calls, `p
 import json
 import shutil
 import tempfile
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
 import yaml
 from huggingface_hub import CommitInfo
+from huggingface_hub.utils import validate_repo_id
 from transformers.utils.hub import convert_file_size_to_int
 
 from hf_drelay.evaluation.records import replace_rows, without_folders
 
-from .card import check_card, eval_result_files, folder_records, read_card_file, render_card, result_files
+from .card import check_card, eval_result_files, folder_records, read_card_file, read_record, render_card, result_files
 from .check import check_files, check_loads_and_is_lossless
 from .checkpoint import EXTRA_FILES, write_checkpoint
 
@@ -95,8 +97,10 @@ def prepare(
     Returns:
         `(repository, report)`: Its folder, and what the check found.
     """
-    repository = build_repository(folder, output, repo_id, max_shard_size=max_shard_size, tags=tags)
-    return repository, check_repository(repository, target)
+    with _new_folder(Path(output)) as part:
+        build_repository(folder, part, repo_id, max_shard_size=max_shard_size, tags=tags)
+        report = check_repository(part, target)
+    return Path(output), report
 
 
 def build_repository(
@@ -123,12 +127,34 @@ def build_repository(
         OSError: If something that is needed is missing, or `output` is not empty.
         ValueError: If the configuration or the card is wrong, or there are weights in another format.
     """
-    folder, output = Path(folder), Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OSError(f"`output` {output} is not empty; name a new folder, so that nothing old is published.")
+    if repo_id is not None:
+        validate_repo_id(repo_id)
+    folder = Path(folder)
     _check_checkpoint(folder)
     max_shard_bytes = _num_bytes(max_shard_size or MAX_SHARD_SIZE)
-    output.mkdir(parents=True, exist_ok=True)
+    with _new_folder(Path(output)) as part:
+        _write_repository(folder, part, repo_id, max_shard_bytes, [tags] if isinstance(tags, str) else tags or ())
+    return Path(output)
+
+
+@contextmanager
+def _new_folder(output: Path):
+    """A folder to fill that becomes `output` at the end; after an error nothing is left."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OSError(f"`output` {output} is not empty; name a new folder, so that nothing old is published.")
+    part = output.with_name(output.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if output.exists():
+            output.rmdir()
+        part.replace(output)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write_repository(folder: Path, output: Path, repo_id: str | None, max_shard_bytes: int, tags) -> None:
     _write_config(folder, output)
     _write_weights(folder, output, max_shard_bytes)
     for path in sorted(_code_folder().glob("*.py")):
@@ -143,11 +169,10 @@ def build_repository(
             _copy_without_folders(folder / name, output / name)
     records = folder_records(folder)
     _write_results(folder, output, records)
-    card = render_card(folder, repo_id, tags=[tags] if isinstance(tags, str) else tags or (), records=records)
+    card = render_card(folder, repo_id, tags=tags, records=records)
     check_card(card)
     (output / "README.md").write_text(card, encoding="utf-8")
     check_files(output)
-    return output
 
 
 def push(
@@ -211,7 +236,6 @@ def push(
 def full_repo_id(repo_id: str, token: bool | str | None = None) -> str:
     """`owner/name` for `repo_id`; a bare name belongs to the account that is logged in."""
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import validate_repo_id
 
     validate_repo_id(repo_id)
     return repo_id if "/" in repo_id else f"{HfApi(token=token).whoami()['name']}/{repo_id}"
@@ -269,7 +293,6 @@ def _num_bytes(size: int | str) -> int:
 def _check_target_id(name: str | None) -> None:
     """The configuration must name the target in a way that means the same on every machine."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
 
     advice = "set it to the Hub id of the target, in `config.json` or as `drelay.config.target_name_or_path`"
     if not name:
@@ -289,8 +312,17 @@ def _check_target_id(name: str | None) -> None:
 def _check_checkpoint(folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise OSError(f"`folder` {folder} holds no `config.json`; pass a folder written by `save_pretrained`.")
-    if not list(folder.glob("*.safetensors")):
+    weights = {path.name for path in folder.glob("*.safetensors")}
+    if not weights:
         raise OSError(f"`folder` {folder} holds no `*.safetensors`; save the drafter with `save_pretrained`.")
+    index = folder / "model.safetensors.index.json"
+    own = set((read_record(index).get("weight_map") or {}).values()) if index.is_file() else {"model.safetensors"}
+    for what, names in (("also holds", weights - own), ("lacks", own - weights)):
+        if names:
+            raise ValueError(
+                f"`folder` {folder} {what} {min(names)}, and the drafter's weights are {', '.join(sorted(own))}; keep "
+                "these files alone, whole."
+            )
     others = [path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl") for path in folder.glob(pattern)]
     if others:
         raise ValueError(
@@ -302,7 +334,8 @@ def _write_config(folder: Path, output: Path) -> None:
     """The configuration as it is, checked field by field, with the names of the classes to load it by."""
     from hf_drelay import DRelayConfig
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_record(folder / "config.json")
+    config.pop("_name_or_path", None)  # a place on somebody's machine
     DRelayConfig.from_dict(dict(config))
     _check_target_id(config.get("target_name_or_path"))
     text = json.dumps(config | {"auto_map": AUTO_MAP}, indent=2, sort_keys=True)

@@ -35,14 +35,17 @@ def build_space(output: str | Path, drafter: str | None = None) -> Path:
         raise OSError("The files of the Space are part of a source checkout only; run this from a clone.")
     if not checkpoint.is_dir():
         raise OSError(f"`drafter` {drafter!r} is no folder; download it first, or name it by `DRELAY_DRAFTER`.")
+    weights = sorted(checkpoint.glob("*.safetensors*"))
+    if not weights or not (checkpoint / "config.json").is_file():
+        raise OSError(f"`drafter` {drafter!r} lacks `config.json` or `*.safetensors`; save it with `save_pretrained`.")
     shutil.copytree(_TEMPLATE, output, dirs_exist_ok=True, ignore=_NO_CODE)
     package = output / "hf_drelay"
     shutil.copytree(Path(hf_drelay.__file__).parent, package, ignore=_NO_CODE)
     # In a checkout that folder lies beside the package.
     shutil.copytree(Path(modeling.__file__).parent, package / "modeling", ignore=_NO_CODE, dirs_exist_ok=True)
     (output / "drafter").mkdir()
-    for file in ("config.json", "model.safetensors"):
-        shutil.copyfile(checkpoint / file, output / "drafter" / file)
+    for file in (checkpoint / "config.json", *weights):
+        shutil.copyfile(file, output / "drafter" / file.name)
     (output / "requirements.txt").write_text("\n".join(requirements()) + "\n", encoding="utf-8")
     return output
 

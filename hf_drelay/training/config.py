@@ -69,8 +69,8 @@ class DRelayTrainingConfig(TrainingArguments):
             linearly from the decay to the contribution weight; 1 keeps the decay.
         base_anchor_end (`float`): Share of the training over which the base loss hands over to the head's, as Domino
             does; 0 keeps both.
-        base_loss, soft_weight, slot_weight, decay, base_weight, support_weight, support_margin, repair_weight, head_l1_share,
-        head_kl_share, confidence_weight, contribution_floor, chunk_rows: See [`ObjectiveConfig`].
+        base_loss, soft_weight, slot_weight, decay, base_weight, support_weight, support_margin, repair_weight,
+        head_l1_share, head_kl_share, confidence_weight, contribution_floor, chunk_rows: See [`ObjectiveConfig`].
         num_soft_targets (`int`): Tokens of the target's distribution that the losses with soft targets look at.
 
     > Stopping

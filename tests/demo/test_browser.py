@@ -114,6 +114,20 @@ def test_rounds_open_with_the_keyboard(visit):
     assert page.locator("#dr-chat .dr-chosen").count() == 1
 
 
+def test_visitor_may_type_and_look_while_the_answer_grows(visit):
+    page = visit()
+    page.fill("#dr-max-new input[type=number]", "256")
+    page.keyboard.press("Tab")
+    send(page, "abcab")
+    page.wait_for_selector(f"{ROUND} >> nth=2")
+    page.fill("#dr-prompt textarea", "next question")
+    page.locator(ROUND).nth(2).click()
+    page.wait_for_selector("#dr-pools >> text=Round 2")
+    wait_until_done(page, 256)
+    assert page.input_value("#dr-prompt textarea") == "next question"
+    assert "Round 2" in page.inner_text("#dr-pools") and page.locator("#dr-chat .dr-chosen").count() == 1
+
+
 def test_loop_gate_changes_the_stages(visit):
     page = visit()
     send(page, "abcab")

@@ -26,11 +26,14 @@ def last(updates):
 
 
 def test_answer_colors_every_token_by_its_origin(page):
-    chat, figures, turns, prompt, _ = last(page.answer("abcab", [], *controls()))
+    updates = list(page.answer("abcab", [], *controls()))
+    chat, figures, turns, _, _ = updates[-1]
     origins = [origin for traced in turns[-1].rounds for origin in traced.origins]
     answer = chat[chat.index("dr-msg-assistant") :]
     assert re.findall(r'class="dr-tok dr-(\w+)"', answer) == origins
-    assert "loop" in origins and prompt == ""
+    assert "loop" in origins
+    # Later updates leave alone what the visitor types meanwhile, and the pools that they look at.
+    assert updates[0][3] == "" and all(update[3:] == (page.unchanged, page.unchanged) for update in updates[1:])
     assert re.sub(r"<[^>]+>", "", answer.partition(">")[2]) == turns[-1].content
     assert f"<b>{len(origins)}</b><span>tokens" in figures
 
@@ -67,6 +70,20 @@ def test_page_starts_with_the_configured_gate(engine, monkeypatch, configured, s
 def test_prefill_round_says_why_it_has_no_pools(page):
     *_, turns, _, _ = last(page.answer("abcab", [], *controls()))
     assert "The prompt was read here" in page.open_round(turns, 1, 0)[1]
+
+
+def test_opened_round_stays_marked_while_the_answer_grows(page):
+    updates = page.answer("abcab", [], *controls())
+    turns = [next(updates)[2] for _ in range(2)][-1]
+    page.open_round(turns, 1, 0)
+    assert all('dr-chosen" role="button" tabindex="0" data-turn="1" data-round="0"' in chat for chat, *_ in updates)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_answer_without_text_does_not_seem_to_be_waited_for(page, is_stopped):
+    turns = [render.Turn("user", "ab"), render.Turn("assistant", "")]
+    chat, turns = page.stop(turns) if is_stopped else (render.conversation(turns, None), turns)
+    assert ("reading the prompt" not in chat, "no text" in chat) == (is_stopped, is_stopped)
 
 
 @pytest.mark.parametrize("turn, index", [(0, 1), (7, 0), (1, 999), (-1, -1)])
@@ -166,6 +183,12 @@ def test_text_of_people_and_models_is_escaped(page):
     html += render.pool_view(turn, 0, Tokenizer()) + render.race([render.Lane("<b>", "<i>")], "")
     assert "<img" not in html and "<script" not in html
     assert "&lt;img src=x&gt;" in html and "&lt;script&gt;" in html and "&lt;i&gt;" in html
+
+
+def test_more_stages_than_usual_fit_the_page(engine, monkeypatch):
+    monkeypatch.setattr(engine.drafters["tiny"].config, "max_stages", 9)
+    sliders = [block for block in build_app(engine).blocks.values() if getattr(block, "label", "") == "Stages at most"]
+    assert [(slider.value, slider.maximum) for slider in sliders] == [(9, 9)]
 
 
 def test_app_builds_and_asks_no_other_host(engine, monkeypatch):

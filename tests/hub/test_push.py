@@ -13,7 +13,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import HfHubHTTPError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_drelay import DRelayModel
@@ -21,7 +21,7 @@ from hf_drelay.cli import app
 from hf_drelay.evaluation.records import describe_drafter
 from hf_drelay.hub.check import check_files, check_loads_and_is_lossless, code_problems
 from hf_drelay.hub.checkpoint import write_checkpoint
-from hf_drelay.hub.push import build_repository, check_repository, push, push_model
+from hf_drelay.hub.push import build_repository, check_repository, prepare, push, push_model
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,9 +213,34 @@ print(json.dumps([plain, drafted, streamer.ids, view.statistics.to_dict(), sampl
     assert "needs a DRelay drafter" in errors[0] and "num_beams" in errors[1]
 
 
+def add_weights(folder: Path) -> None:
+    shutil.copyfile(folder / "model.safetensors", folder / "ema.safetensors")
+
+
+def cut_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:50])
+
+
 @pytest.mark.parametrize(
     "spoil, error, words",
     [
+        (add_weights, ValueError, "also holds ema.safetensors"),
+        (cut_weights, ValueError, "model.safetensors cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[]"), ValueError, "config.json holds a list"),
+        (lambda folder: (folder / "config.json").write_text("{"), ValueError, "config.json is no valid JSON"),
+        (lambda folder: (folder / "training_log.json").write_text("[]"), ValueError, "training_log.json holds a list"),
+        (
+            lambda folder: set_words(folder, data=[{"name": "GSM8K"}]),
+            ValueError,
+            "`data` .* expected a list of entries",
+        ),
+        (lambda folder: set_words(folder, data=["openai/gsm8k"]), ValueError, "`data` .* expected a list of entries"),
+        (lambda folder: set_words(folder, results="x.json"), ValueError, "`results` .* expected a list of files"),
+        (lambda folder: set_words(folder, language=[False, "en"]), ValueError, "`language` .* is False"),
+        (lambda folder: set_words(folder, language="English"), ValueError, "`language` .* is 'English'"),
+        (lambda folder: set_words(folder, license="Apache 2.0"), ValueError, "`license` .* is 'Apache 2.0'"),
+        (lambda folder: set_words(folder, license="other"), ValueError, "`license_name` .* is None"),
+        (lambda folder: set_words(folder, base_model_relation="drafter"), ValueError, "is 'drafter'; expected one of"),
         (lambda folder: (folder / "config.json").unlink(), OSError, "no `config.json`"),
         (lambda folder: (folder / "model.safetensors").unlink(), OSError, "no `\\*.safetensors`"),
         (lambda folder: (folder / "card.yaml").unlink(), OSError, "no `card.yaml`"),
@@ -229,6 +254,17 @@ print(json.dumps([plain, drafted, streamer.ids, view.statistics.to_dict(), sampl
         (lambda folder: set_config(folder, target_name_or_path=str(folder)), ValueError, "a place on this machine"),
     ],
     ids=[
+        *(
+            "stray-weights",
+            "cut-weights",
+            "config-list",
+            "config-cut",
+            "log-list",
+            "data-without-part",
+            "data-of-text",
+        ),
+        *("results-of-text", "norwegian-unquoted", "language-by-name", "licence-by-name", "licence-without-name"),
+        "relation",
         *("no-config", "no-weights", "no-card", "pickle", "card-without-licence", "card-of-another-kind", "no-yaml"),
         "data-set-without-id",
         *("wrong-config", "no-target", "local-target"),
@@ -238,6 +274,37 @@ def test_unfit_checkpoint_is_refused(checkpoint, tmp_path, spoil, error, words):
     spoil(checkpoint)
     with pytest.raises(error, match=words):
         build_repository(checkpoint, tmp_path / "repository")
+    assert not list(tmp_path.glob("repository*"))  # nothing that looks like a repository
+
+
+def test_entries_without_a_value_are_those_left_out(checkpoint, tmp_path):
+    set_words(checkpoint, results=None, data=None, result_datasets=None, license="other", license_name="my-own")
+    (checkpoint / "training_log.json").write_text('{"recipe": null}')
+    repository = build_repository(checkpoint, tmp_path / "repository", "owner/tiny")
+    card = ModelCard.load(repository / "README.md")
+    assert "Not measured yet." in card.text and card.data.license_name == "my-own"
+
+
+def test_quick_start_names_an_owner_to_fill_in(checkpoint, tmp_path):
+    repository = build_repository(checkpoint, tmp_path / "repository")
+    assert f'from_pretrained("OWNER/{checkpoint.name}"' in (repository / "README.md").read_text()
+    with pytest.raises(ValueError, match="not/a/na me"):
+        build_repository(checkpoint, tmp_path / "other", "not/a/na me")
+
+
+def test_cells_of_the_card_stay_cells(checkpoint, tmp_path):
+    set_words(checkpoint, data=[{"name": "a|b", "part": "one\ntwo", "license": "mit"}])
+    card = (build_repository(checkpoint, tmp_path / "repository") / "README.md").read_text()
+    assert "| a\\|b | one two | mit |" in card
+
+
+def test_weights_that_are_not_finite_are_refused(checkpoint, tiny_folders, tmp_path):
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["drafter.fc.weight"][0, 0] = float("nan")
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RuntimeError, match="`drafter.fc.weight` holds numbers that are not finite"):
+        prepare(checkpoint, tmp_path / "repository", "owner/tiny", target=str(tiny_folders.target))
+    assert not list(tmp_path.glob("repository*"))
 
 
 def test_output_with_old_files_is_refused(checkpoint, repository):
@@ -260,6 +327,7 @@ def test_token_of_the_hub_is_found(repository, name):
 
 
 def test_paths_of_this_machine_are_not_published(checkpoint, tmp_path):
+    set_config(checkpoint, _name_or_path="/home/me/run7")
     recipe = {"responses": ["/home/me/answers/*.jsonl"], "drafter": "/home/me/first", "max_steps": 3}
     log = json.dumps({"recipe": recipe, "target": {"name": "/home/me/target"}})
     (checkpoint / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import RepoCard
 
+from hf_drelay import DRelayModel
 from hf_drelay.demo.app import load_engine
 from hf_drelay.hub.space import build_space
 
@@ -37,6 +38,18 @@ def test_built_space_brings_everything_it_imports(tmp_path, tiny_folders):
     done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(folder)
+
+
+def test_space_takes_all_shards_or_writes_nothing(tmp_path, tiny_folders):
+    drafter = tmp_path / "sharded"
+    DRelayModel.from_pretrained(tiny_folders.drafter).save_pretrained(drafter, max_shard_size="20KB")
+    folder = build_space(tmp_path / "space", str(drafter))
+    DRelayModel.from_pretrained(folder / "drafter")
+    for path in drafter.glob("*.safetensors*"):
+        path.unlink()
+    with pytest.raises(OSError, match="lacks `config.json` or"):
+        build_space(tmp_path / "empty", str(drafter))
+    assert not (tmp_path / "empty").exists()
 
 
 def test_space_does_not_write_over_what_is_there(tmp_path, tiny_folders):
