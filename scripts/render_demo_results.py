@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from hf_drelay.evaluation import studies
+from hf_drelay.evaluation.summary import ALL_TASKS, circumstances, markdown_table, read_rows, summarize
 from hf_drelay.hub.card import folder_records, render_card
 from hf_drelay.hub.results import results_section
 
@@ -19,6 +20,8 @@ ARMS = (studies.arms_table, studies.arms_circumstances, studies.draw_arms)
 LOOP = (studies.loop_table, studies.loop_circumstances, studies.draw_loop)
 # By the name of the JSON file and of the marker.
 STUDIES = {"comparison": ARMS, "ablation": ARMS, "recipe": ARMS, "loop": LOOP}
+# Rows of `hf-drelay benchmark` with the drafters of the comparison, a file for each temperature.
+WALLTIMES = "comparison_walltime*.jsonl"
 
 
 def study_section(name: str) -> str:
@@ -33,12 +36,24 @@ def measured_studies() -> list[str]:
     return [name for name in STUDIES if (RESULTS / f"{name}.json").exists()]
 
 
+def walltime_section() -> str | None:
+    """Table and circumstances of every file of walltimes as Markdown; `None` without any."""
+    parts = []
+    for path in sorted(RESULTS.glob(WALLTIMES)):
+        rows = read_rows([path])
+        parts += [f"Temperature {rows[0]['settings']['temperature']:g}:", markdown_table(summarize(rows), ALL_TASKS)]
+        parts += [*circumstances(rows), f"Command: `{rows[0]['command']}`."]
+    return "\n\n".join(parts) or None
+
+
 def rendered_pages() -> dict[Path, str]:
     """Every page with measured numbers, as it should be."""
     page = ROOT / "README.md"
     readme = page.read_text(encoding="utf-8")
     sections = {"results": results_section(folder_records(FOLDER))}
     sections |= {name: study_section(name) for name in measured_studies()}
+    if (text := walltime_section()) is not None:
+        sections["walltime"] = text
     for name, text in sections.items():
         markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not markers.search(readme):
