@@ -342,6 +342,12 @@ class DRelayConfig(PreTrainedConfig):
             overrides: Any field of this class. `num_hidden_layers` (drafter layers) defaults to 5.
         """
         text = target_config.get_text_config(decoder=True)
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            if getattr(text, name, None) is None:
+                raise ValueError(
+                    f"`target_config` {type(text).__name__} has no `{name}`; a drafter is made for a decoder-only "
+                    "target with attention layers."
+                )
         num_heads = text.num_attention_heads
         derived = {
             "target_name_or_path": target_config._name_or_path or None,

@@ -15,6 +15,9 @@ _UNUSED_ARGUMENTS = {
     "num_assistant_tokens": 20,
     "num_assistant_tokens_schedule": "constant",
     "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+    "max_matching_ngram_size": None,
 }
 
 
@@ -27,7 +30,7 @@ class DraftOptions:
         proposal (`str`): How drafts are drawn at temperature > 0. `"sample"` draws from q and hands q to the verifier,
             `"greedy"` takes the most likely candidate and lets the target sample at every position, `"coupled"` also
             drafts with the target's own random numbers. All are lossless; with the last two a seed gives the text of
-            plain `generate()`.
+            plain `generate()`, unless something else draws from torch's generator during the call.
         num_draft_tokens (`int`, *optional*): Cap of the tokens of one stage; `None` takes the whole block.
         loop_gate (`float` or `"auto"`, *optional*): DLoop: draft another stage when the log-confidence of the last one
             is at least this (at most 0; `-inf` always loops). `None` drafts one stage. `"auto"` weighs expected gains
@@ -123,6 +126,11 @@ class DraftView:
         if (config.num_beams or 1) > 1:
             raise ValueError(
                 f"`num_beams` is {config.num_beams}, but `assistant_model` drafts one continuation; use `num_beams=1`."
+            )
+        if getattr(config, "dola_layers", None) is not None:
+            raise ValueError(
+                f"`dola_layers` is {config.dola_layers!r}, which decodes by other logits than those that drafts are "
+                "verified with; leave it unset, or call generate() without `assistant_model`."
             )
         is_own = self._takes(arguments)
         if (config.num_return_sequences or 1) > 1 and not is_own:
@@ -276,8 +284,8 @@ def _check_layers(target) -> None:
 def _check_cache(cache) -> None:
     if cache is None:
         raise ValueError(
-            "`use_cache=False` (or a target without a cache) leaves no cache to verify drafts with; call "
-            "generate() with `use_cache=True`, or without `assistant_model`."
+            "There is no cache to verify drafts with: `use_cache=False`, or a target with a cache of its own kind or "
+            "none. Call generate() with `use_cache=True`, or without `assistant_model`."
         )
     if is_quantized(cache):
         raise ValueError(

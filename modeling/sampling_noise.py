@@ -54,8 +54,11 @@ class SamplingNoise:
             del self._states[step]
 
     def rewind(self, num_steps: int) -> None:
-        """Leave the generator as plain decoding of `num_steps` tokens would."""
-        if num_steps in self._states:
+        """
+        Leave the generator as plain decoding of `num_steps` tokens would. If others drew from it meanwhile, it stays
+        where it is: nobody may get the same numbers twice.
+        """
+        if num_steps in self._states and torch.equal(self._state(), self._states[self._next]):
             self._set_state(self._states[num_steps])
 
     def _state(self) -> torch.Tensor:

@@ -25,6 +25,7 @@ from .host_transfer import send
 from .proposal import for_row, is_row_wise
 from .sampling_noise import SamplingNoise
 from .step_outputs import StepOutputs
+from .target_families import bears_holes, bears_trees
 from .verification import GreedyPicker, NoisePicker, RejectionPicker, RowDraft, RowGroup, StopRule, Verifier, Walk
 
 
@@ -99,8 +100,11 @@ class SpeculativeLoop:
             while any(not group.is_done for group in self.groups):
                 self._round()
             return self._end()
+        except BaseException:  # of user code: who stops a call this way may go on with the cache
+            self._abandon()
+            raise
         finally:
-            self.rollback.end()  # also when user code raised
+            self.rollback.end()
 
     # Prefill.
 
@@ -172,6 +176,7 @@ class SpeculativeLoop:
         self.cached_rows = rows  # rows that the cache holds, in its order
         self.cached_index = None  # their places in the batch, on the device, once some have left
         self.lengths = [self.num_slots] * self.num_rows  # slots of each row that hold its tokens
+        self.num_unwalked = 0  # places of the last forward, until a walk has told which of them stay
         self.generators = [self._generator(row, vocab_size) for row in rows]
         self.view.statistics = self.statistics
         mask = self.model_kwargs.get("attention_mask")
@@ -287,17 +292,20 @@ class SpeculativeLoop:
             and has_positions
             and not sees_batch
             and not self.shares_cache  # its slots must be the text of the row, without a hole
+            and bears_holes(self.target)
         )
 
     def _check_tree(self) -> None:
         if self.view.options.tree_budget is None:
             return
-        if not self.rollback.can_move or self.model_kwargs.get("position_ids") is None:
+        is_served = self.rollback.can_move and bears_trees(self.target)
+        if not is_served or self.model_kwargs.get("position_ids") is None:
             kinds = sorted({type(layer).__name__ for layer in self.rollback.layers})
             raise ValueError(
                 f"`tree_budget` {self.view.options.tree_budget} needs a target whose cache keeps one slot for each "
-                f"token and that takes `position_ids`; the cache of {type(self.target).__name__} has layers {kinds}. "
-                "Leave `tree_budget` out to verify chains."
+                "token, that takes `position_ids`, and whose mask alone decides what a token sees; "
+                f"{type(self.target).__name__} (cache layers {kinds}) is none. Leave `tree_budget` out to verify "
+                "chains."
             )
         text = self.target.config.get_text_config(decoder=True)
         kinds = {kind.removesuffix("_attention") for kind in getattr(text, "layer_types", None) or []}
@@ -321,6 +329,9 @@ class SpeculativeLoop:
         self.rollback.begin(takes_back=num_places > 1)
         handed_over_s = self.cost_model.clock() if self.cost_model is not None else 0.0
         outputs = self._verify(groups, drafts, num_places)
+        self.num_unwalked = num_places
+        for group in groups:
+            group.walked = [[] for _ in group.rows]
         logits = outputs.logits[:, -num_places:].to(self.device, torch.float32)
         states = self.adapter.tapped(outputs.hidden_states, self.view.config.target_layer_ids)[:, -num_places:]
 
@@ -329,6 +340,7 @@ class SpeculativeLoop:
             return self.outputs.sliced(outputs, self.cache, rows, self.num_slots, num_pending, trees)
 
         walks = self._walk(groups, drafts, logits, step_outputs)
+        self.num_unwalked = 0
         self._commit(groups, walks, num_places, states, outputs)
         self.clock.lap("verify")
         if self.noise is not None:
@@ -509,6 +521,27 @@ class SpeculativeLoop:
         self.lengths = [self.num_slots] * self.num_rows
 
     # End.
+
+    def _abandon(self) -> None:
+        """Leave cache and random numbers at the last token that user code has seen, as plain decoding would."""
+        if self.noise is not None:
+            self.noise.rewind(max(group.num_new for group in self.groups))
+        if not _is_users(self.cache):
+            return
+        (group,) = self.groups  # rows advance on their own in caches of ours only
+        if self.num_unwalked:
+            num_pending = self.rollback.num_pending
+            # Without a draft there is nothing to take back, and layers that could not do so were not asked to.
+            num_steps = len(group.walked[0]) if self.num_unwalked > 1 else 1
+            num_written = num_pending + self.num_unwalked
+            targets = [list(range(num_steps))] * len(group.walked)
+            if self.num_unwalked > 1 and group.walked != targets:
+                sources, targets = (num_pending + send(places, self.device) for places in (group.walked, targets))
+                self.rollback.move(num_written, sources, targets)
+            self.rollback.keep(num_written, num_pending + num_steps)
+            self.num_slots += num_pending + num_steps if not self.rollback.num_pending else 0
+        if self.rollback.num_pending:
+            self._replay()
 
     def _end(self):
         is_returned = self.outputs.is_collecting or _is_users(self.cache)

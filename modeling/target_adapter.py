@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .configuration_drelay import DRelayConfig
+from .target_families import check_family
 
 
 class HeadRows:
@@ -121,7 +122,8 @@ class TargetAdapter:
 
     def check(self, config: DRelayConfig) -> None:
         """
-        Raise a `ValueError` that names what does not fit between a drafter of this `config` and the target.
+        Raise a `ValueError` that names what does not fit between a drafter of this `config` and the target, or a
+        `NotImplementedError` for a target that no drafter can serve.
         """
         name = type(self.target).__name__
         advice = "Load the drafter that was trained for this target, or train one for it."
@@ -134,6 +136,7 @@ class TargetAdapter:
             raise ValueError(
                 f"`assistant_model` needs a target with an embedding and an LM head; {name} lacks one of them."
             )
+        check_family(self.target)
         pairs = (
             ("vocab_size", config.vocab_size, self.config.vocab_size),
             ("hidden_size", config.hidden_size, self.config.hidden_size),

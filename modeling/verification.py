@@ -34,6 +34,7 @@ class RowGroup:
         prompt_length (`int`): Columns of the prompt.
         logits_processor (`LogitsProcessorList`): Processors of the call, as these rows are asked about.
         is_finished (`list[bool]`): Which rows met a stopping criterion.
+        walked (`list[list[int]]`): Places of each row that the current or last walk committed the successor of.
     """
 
     rows: list[int]
@@ -41,6 +42,7 @@ class RowGroup:
     prompt_length: int
     logits_processor: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     is_finished: list[bool] = field(default_factory=list)
+    walked: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self):
         self.is_finished = [False] * len(self.rows)
@@ -288,7 +290,7 @@ class Verifier:
         """
         num_places = logits.shape[1]
         places = [0] * len(group.rows)
-        walked: list[list[int]] = [[] for _ in group.rows]
+        group.walked = walked = [[] for _ in group.rows]
         token_ids: list[list[int]] = [[] for _ in group.rows]
         num_texts = [0] * len(group.rows)
         # If nobody looks at the tokens meanwhile, they are appended at once.

@@ -125,6 +125,25 @@ def test_second_source_of_drafts_is_refused(target, generate, name, value):
         generate(generation_config=GenerationConfig(**{name: value}, max_new_tokens=4))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("assistant_lookbehind", 5),
+        ("target_lookbehind", 5),
+        ("max_matching_ngram_size", 2),
+        ("num_assistant_tokens", 7),
+    ],
+)
+def test_option_of_another_assistant_is_refused(generate, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}, but this drafter has options of its own"):
+        generate(generation_config=GenerationConfig(**{name: value}, max_new_tokens=4))
+
+
+def test_decoding_by_other_logits_is_refused(generate):
+    with pytest.raises(ValueError, match="`dola_layers` is 'low', which decodes by other logits"):
+        generate(generation_config=GenerationConfig(dola_layers="low", max_new_tokens=4))
+
+
 def test_lossy_ensemble_is_refused(generate):
     with pytest.raises(ValueError, match=r"`assistant_ensemble_weight` 0.5 makes decoding lossy.*leave it unset"):
         generate(generation_config=GenerationConfig(assistant_ensemble_weight=0.5, max_new_tokens=4))
