@@ -123,8 +123,11 @@ def draw_legend(figure, axes, palette: Palette) -> None:
 
 
 def _wrapped(name: str, width: int) -> str:
-    """A name in lines of at most `width` characters."""
-    return "\n".join(textwrap.wrap(name, width)) or " "
+    """A name in at most two lines of `width` characters, which is what a row of a figure has room for."""
+    lines = textwrap.wrap(name, width)
+    if len(lines) > 2:
+        lines = [lines[0], lines[1][: width - 2] + " …"]
+    return "\n".join(lines) or " "
 
 
 def _legend_name(name: str) -> str:
