@@ -251,8 +251,8 @@ def _head_fields(head: str, value, tensors: dict, vocab_size: int) -> dict:
         fields |= {"draft_vocab_size": len(tensors["d2t"]), "use_own_head": True}
     elif "lm_head.weight" in tensors and len(tensors["lm_head.weight"]) != vocab_size:
         raise ValueError(
-            f"This checkpoint drafts {len(tensors['lm_head.weight'])} of {vocab_size} tokens, but the tensor `d2t` "
-            "that tells which ones is missing; download it again."
+            f"`lm_head.weight` of this checkpoint has {len(tensors['lm_head.weight'])} rows for {vocab_size} tokens "
+            "(`vocab_size`), and the tensor `d2t` that would tell which ones they are is missing; download it again."
         )
     if head == "eagle3":
         # Files with the whole vocabulary may leave the head to the target.

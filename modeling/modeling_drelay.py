@@ -302,7 +302,8 @@ class DRelayModel(DRelayPreTrainedModel):
                     f"{self.config.target_name_or_path or 'that it was trained for'}."
                 )
         self.frozen_copies = {}
-        self._check_target_scales(target)
+        if self.target_scales:
+            self._check_target_scales(target)
 
     @torch.no_grad()
     def _check_target_scales(self, target) -> None:

@@ -26,10 +26,12 @@ class SamplingNoise:
         self._steps: dict[int, torch.FloatTensor] = {}
         self._next = 0  # first step that was not drawn yet
         self._states = {0: self._state()}  # of the generator before a step
+        self._others_drew = False
 
     def at(self, step: int) -> torch.FloatTensor:
         """Numbers `(B, V)` of the `step`-th new token, counted from 0; steps are kept until `forget`."""
         while self._next <= step:
+            self._look_for_others()
             self._steps[self._next] = torch.empty(self.shape, device=self.device).exponential_(1)
             self._next += 1
             self._states[self._next] = self._state()
@@ -58,8 +60,13 @@ class SamplingNoise:
         Leave the generator as plain decoding of `num_steps` tokens would. If others drew from it meanwhile, it stays
         where it is: nobody may get the same numbers twice.
         """
-        if num_steps in self._states and torch.equal(self._state(), self._states[self._next]):
+        self._look_for_others()
+        if num_steps in self._states and not self._others_drew:
             self._set_state(self._states[num_steps])
+
+    def _look_for_others(self) -> None:
+        """Note whether the generator is where the last step left it."""
+        self._others_drew = self._others_drew or not torch.equal(self._state(), self._states[self._next])
 
     def _state(self) -> torch.Tensor:
         if self.device.type == "cpu":

@@ -81,6 +81,10 @@ class SpeculativeLoop:
         self.cost_model = view.cost_model(self.num_rows)
         self.outputs = StepOutputs(generation_config)
         self.stop = StopRule(stopping_criteria)
+        self.groups: list[RowGroup] = []
+        self.rollback = self.noise = None
+        self.is_verifying = False
+        self.num_unwalked = 0  # places of the last forward, until the cache holds those that stay
         taps = view.model.config.target_layer_ids
         every_state = bool(generation_config.output_hidden_states)
         forward = target.get_decoder().forward
@@ -94,17 +98,19 @@ class SpeculativeLoop:
         if self.cost_model is not None:
             self.cost_model.begin_call()
         outputs, states, seen = self._prefill()
-        self._begin(outputs, states, seen)
-        del outputs, states
         try:
+            self._begin(outputs, states, seen)
+            del outputs, states
             while any(not group.is_done for group in self.groups):
                 self._round()
             return self._end()
         except BaseException:  # of user code: who stops a call this way may go on with the cache
-            self._abandon()
+            with contextlib.suppress(Exception):  # theirs is the one to see
+                self._abandon()
             raise
         finally:
-            self.rollback.end()
+            if self.rollback is not None:
+                self.rollback.end()
 
     # Prefill.
 
@@ -160,7 +166,6 @@ class SpeculativeLoop:
         self.num_slots = int(self.cache.get_seq_length())  # slots in use, rejected ones excluded
         self.offset = self.num_slots - self.input_ids.shape[1]  # positions that have no id
         self._check_tree()
-        self.noise = None
         if self.config.do_sample and (self.view.options.proposal != "sample" or self.view.options.tree_budget):
             self.noise = SamplingNoise(self.num_rows, vocab_size, self.device)
         self.is_ragged = self._can_be_ragged()
@@ -176,7 +181,6 @@ class SpeculativeLoop:
         self.cached_rows = rows  # rows that the cache holds, in its order
         self.cached_index = None  # their places in the batch, on the device, once some have left
         self.lengths = [self.num_slots] * self.num_rows  # slots of each row that hold its tokens
-        self.num_unwalked = 0  # places of the last forward, until a walk has told which of them stay
         self.generators = [self._generator(row, vocab_size) for row in rows]
         self.view.statistics = self.statistics
         mask = self.model_kwargs.get("attention_mask")
@@ -328,8 +332,9 @@ class SpeculativeLoop:
         num_pending = self.rollback.num_pending
         self.rollback.begin(takes_back=num_places > 1)
         handed_over_s = self.cost_model.clock() if self.cost_model is not None else 0.0
+        self.is_verifying = True
         outputs = self._verify(groups, drafts, num_places)
-        self.num_unwalked = num_places
+        self.num_unwalked, self.is_verifying = num_places, False
         for group in groups:
             group.walked = [[] for _ in group.rows]
         logits = outputs.logits[:, -num_places:].to(self.device, torch.float32)
@@ -340,7 +345,6 @@ class SpeculativeLoop:
             return self.outputs.sliced(outputs, self.cache, rows, self.num_slots, num_pending, trees)
 
         walks = self._walk(groups, drafts, logits, step_outputs)
-        self.num_unwalked = 0
         self._commit(groups, walks, num_places, states, outputs)
         self.clock.lap("verify")
         if self.noise is not None:
@@ -478,6 +482,7 @@ class SpeculativeLoop:
             self.rollback.move(num_written, sources, targets)
         num_slots = max(self.lengths[row] for row in self._kept_rows())
         self.rollback.keep(num_written, num_slots - self.num_slots)
+        self.num_unwalked = 0
         if self.rollback.num_pending:
             for row in self.cached_rows:
                 self.lengths[row] = self.num_slots
@@ -523,10 +528,13 @@ class SpeculativeLoop:
     # End.
 
     def _abandon(self) -> None:
-        """Leave cache and random numbers at the last token that user code has seen, as plain decoding would."""
+        """
+        Leave cache and random numbers at the last token that user code has seen, as plain decoding would. A cache that
+        the target was writing to stays as it is.
+        """
         if self.noise is not None:
-            self.noise.rewind(max(group.num_new for group in self.groups))
-        if not _is_users(self.cache):
+            self.noise.rewind(max((group.num_new for group in self.groups), default=0))
+        if not self.groups or not _is_users(self.cache) or self.is_verifying:
             return
         (group,) = self.groups  # rows advance on their own in caches of ours only
         if self.num_unwalked:
@@ -540,6 +548,7 @@ class SpeculativeLoop:
                 self.rollback.move(num_written, sources, targets)
             self.rollback.keep(num_written, num_pending + num_steps)
             self.num_slots += num_pending + num_steps if not self.rollback.num_pending else 0
+            self.lengths = [self.num_slots] * self.num_rows
         if self.rollback.num_pending:
             self._replay()
 

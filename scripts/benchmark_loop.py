@@ -31,6 +31,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", required=True, type=Path)
     parser.add_argument("--drafter", help="folder or Hub id; default: the bundled one")
     parser.add_argument("--num-prompts", type=int, default=16, help="of each file; a multiple of the batch sizes")
+    parser.add_argument("--num-batches", type=int, help="at most so many of each size; default: all prompts")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--tree-budgets", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--num-draft-tokens", type=int, help="default: that of the drafter's configuration")
@@ -153,7 +154,9 @@ def main() -> None:
             names = [name for name in views if size == 1 or not name.startswith("host")]
             runs = {name: [] for name in names}
             counted = {name: DraftStatistics() for name in names if name != "plain"}
-            for number, inputs in enumerate(tqdm(batches(tokenizer, prompts, size), desc=f"{file.stem} x {size}")):
+            for number, inputs in enumerate(
+                tqdm(batches(tokenizer, prompts, size)[: arguments.num_batches], desc=f"{file.stem} x {size}")
+            ):
                 if number == 0:  # the first calls pay for kernel selection and memory
                     for name in names:
                         decode(target, inputs, views[name], short, seed=0)

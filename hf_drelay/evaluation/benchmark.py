@@ -160,6 +160,7 @@ def _own_generation(target) -> dict:
     """Defaults of the target's own that hold beside the settings, a repetition penalty for one; tokens left out."""
     fields = target.generation_config.to_diff_dict()
     settled = {"transformers_version", "_from_model_config", "do_sample", "temperature", "top_p", "top_k"}
+    settled |= {"max_new_tokens", "max_length"}
     return {name: value for name, value in fields.items() if name not in settled and not name.endswith("_token_id")}
 
 

@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import shlex
+import shutil
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +21,8 @@ import hf_drelay
 from hf_drelay.targets import describe_demo_target
 
 
-ROW_START = b'{"task": '  # of every result row
+ROW_START = b'{"task": '  # of every row that is written here
+ROW_FIELDS = {"task", "prompt", "way"}  # of every result row
 
 
 def environment() -> dict:
@@ -143,25 +144,28 @@ def recover_rows(path: str | Path) -> list[dict]:
     Whole rows of a file that `append_rows` wrote; a torn last line is not one.
 
     Raises:
-        ValueError: If the file holds something else than result rows, which begin with their task.
+        ValueError: If the file holds something else than result rows.
     """
     path = Path(path)
     if not path.is_file():
         return []
     *lines, end = path.read_bytes().split(b"\n")
-    try:
-        if not ROW_START.startswith(end[: len(ROW_START)]):
-            raise ValueError(f"it ends with {end[:20]!r}")
-        for line in lines:
-            if line.strip() and not line.startswith(ROW_START):
-                raise ValueError(f"one of its lines begins with {line[:20]!r}")
-        rows = [json.loads(line) for line in lines if line.strip()]
-    except ValueError as error:
-        raise ValueError(f"`output` {path} is no file of result rows ({error}); give another name.") from error
-    try:
-        return [*rows, json.loads(end)]
-    except ValueError:
-        return rows
+    rows = []
+    for number, line in enumerate([*lines, end], start=1):
+        is_torn = number > len(lines) and ROW_START.startswith(line[: len(ROW_START)])
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            if is_torn:
+                break
+            raise ValueError(f"{path}, line {number}, is no result row ({error}); name another file.") from error
+        if row is not None and not (isinstance(row, dict) and set(row) >= ROW_FIELDS):
+            raise ValueError(
+                f"{path}, line {number}, is no result row, which has {', '.join(sorted(ROW_FIELDS))}: {line[:80]!r}; "
+                "name another file."
+            )
+        rows += [] if row is None else [row]
+    return rows
 
 
 def check_output(path: str | Path) -> None:
@@ -176,9 +180,12 @@ def check_output(path: str | Path) -> None:
 
 @contextmanager
 def sole_writer(path: str | Path):
-    """Keep other processes of this machine from appending rows to the same file; a `ValueError` if one does so now."""
-    name = hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:32]
-    lock = FileLock(Path(tempfile.gettempdir()) / f"hf_drelay-{name}.lock")
+    """
+    Keep other processes from appending rows to the same file, by a lock beside it; a `ValueError` if one does so now.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -187,6 +194,29 @@ def sole_writer(path: str | Path):
         yield
     finally:
         lock.release()
+        Path(lock.lock_file).unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(output: str | Path):
+    """
+    A folder beside `output` to fill, which takes its place at the end; after an error nothing is left.
+
+    Raises:
+        OSError: If `output` is there and not an empty folder.
+    """
+    output = Path(output).resolve()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OSError(f"`output` {output} is not empty; name a new folder, so that nothing old stays in it.")
+    part = output.with_name(f".{output.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if output.exists():
+            output.rmdir()
+        part.replace(output)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def replace_rows(path: str | Path, rows: Iterable[dict]) -> None:

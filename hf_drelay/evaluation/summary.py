@@ -291,7 +291,8 @@ def circumstances(rows: list[dict]) -> list[str]:
 
 def _sampling(settings: dict, of_target: dict) -> str:
     """What shapes the distribution that tokens come from, without what is off."""
-    filters = [(name, settings.get(name)) for name, off in (("top_p", 1.0), ("top_k", 0)) if settings.get(name) != off]
+    off = {"top_p": (None, 1.0), "top_k": (None, 0)}
+    filters = [(name, settings[name]) for name, values in off.items() if settings.get(name) not in values]
     shown = [("temperature", settings["temperature"]), *filters, *of_target.items()]
     return ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown)
 

@@ -111,11 +111,17 @@ def _check_words(path: Path, words: dict) -> None:
         wrong.append(("results", words["results"], "a list of files"))
     if not isinstance(words["result_datasets"], dict):
         wrong.append(("result_datasets", words["result_datasets"], "a data set's id for each prompt file"))
-    if not _is_list_of(words["data"], dict) or any(not {"name", "part", "license"} <= set(d) for d in words["data"]):
+    needed = ("name", "part", "license")
+    is_told = _is_list_of(words["data"], dict) and all(_is_text(d.get(name)) for d in words["data"] for name in needed)
+    if not is_told:
         wrong.append(("data", words["data"], "a list of entries with `name`, `part`, `license` and perhaps `id`"))
     if wrong:
         name, value, expected = wrong[0]
         raise ValueError(f"`{name}` of `{path}` is {value!r}; expected {expected}.")
+
+
+def _is_text(value) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _is_list_of(value, kind: type) -> bool:

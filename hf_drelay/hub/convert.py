@@ -1,12 +1,11 @@
 """Converting drafters between our format and the public ones; the maps themselves are `checkpoint_formats.py`."""
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import torch
 
+from hf_drelay.evaluation.records import new_folder
 from hf_drelay.evaluation.replay import replay_response
 from hf_drelay.modeling.checkpoint_formats import FORMATS, export_checkpoint, import_checkpoint
 from hf_drelay.modeling.modeling_drelay import DRelayModel, read_tensors
@@ -32,31 +31,23 @@ def convert(source: str, destination: str | Path, target=None, tokenizer=None, f
     """
     if format not in ("hf_drelay", *FORMATS):
         raise ValueError(f"`format` is {format!r}; expected one of {('hf_drelay', *FORMATS)}.")
-    destination = Path(destination)
-    if destination.exists() and any(destination.iterdir()):
-        raise ValueError(f"`destination` {str(destination)!r} is not empty; name a new folder.")
-    if format == "zlab" and target is None and '"num_target_layers"' not in json.dumps(_read_config(source)):
+    if format == "zlab" and target is None and not _tells_depth(_read_config(source)):
         raise ValueError(
-            f"`target` of {source!r} is needed: its configuration does not tell `num_target_layers`, which `format` "
-            "'zlab' has to."
+            f"`target` is needed: the configuration of {source!r} does not tell `num_target_layers`, which `format` "
+            "'zlab' has to. Pass the target."
         )
-    model, report = load_any(source, target, tokenizer)
-    part = destination.with_name(destination.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    if format == "hf_drelay":
-        model.save_pretrained(part)
-    else:
-        from safetensors.torch import save_file
+    with new_folder(destination) as part:
+        model, report = load_any(source, target, tokenizer)
+        if format == "hf_drelay":
+            model.save_pretrained(part)
+        else:
+            from safetensors.torch import save_file
 
-        config, tensors = export_checkpoint(model.config, model.state_dict(), format)
-        text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-        (part / "config.json").write_text(text, encoding="utf-8")
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-    if destination.exists():
-        destination.rmdir()
-    os.replace(part, destination)
+            config, tensors = export_checkpoint(model.config, model.state_dict(), format)
+            text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+            (part / "config.json").write_text(text, encoding="utf-8")
+            tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
     return report | {"format": format, "layout": model.config.layout, "head": model.config.head}
 
 
@@ -121,6 +112,12 @@ def _read_config(source: str) -> dict:
     from transformers import PreTrainedConfig
 
     return PreTrainedConfig.get_config_dict(source)[0]
+
+
+def _tells_depth(config: dict) -> bool:
+    """Whether a configuration, or one of the groups in it, says how many layers the target has."""
+    groups = [config, *(group for group in config.values() if isinstance(group, dict))]
+    return any(group.get("num_target_layers") is not None for group in groups)
 
 
 def _num_layers(target) -> int:

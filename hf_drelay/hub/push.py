@@ -7,7 +7,6 @@ is written to such a folder first. From there on both are the same two calls, `p
 import json
 import shutil
 import tempfile
-from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from huggingface_hub import CommitInfo
 from huggingface_hub.utils import validate_repo_id
 from transformers.utils.hub import convert_file_size_to_int
 
-from hf_drelay.evaluation.records import replace_rows, without_folders
+from hf_drelay.evaluation.records import new_folder, replace_rows, without_folders
 
 from .card import check_card, eval_result_files, folder_records, read_card_file, read_record, render_card, result_files
 from .check import check_files, check_loads_and_is_lossless
@@ -97,9 +96,12 @@ def prepare(
     Returns:
         `(repository, report)`: Its folder, and what the check found.
     """
-    with _new_folder(Path(output)) as part:
+    with new_folder(output) as part:
         build_repository(folder, part, repo_id, max_shard_size=max_shard_size, tags=tags)
-        report = check_repository(part, target)
+        try:
+            report = check_repository(part, target)
+        except RuntimeError as error:  # which speaks of the folder that it looked at
+            raise RuntimeError(str(error).replace(str(part), str(output))) from error
     return Path(output), report
 
 
@@ -132,26 +134,9 @@ def build_repository(
     folder = Path(folder)
     _check_checkpoint(folder)
     max_shard_bytes = _num_bytes(max_shard_size or MAX_SHARD_SIZE)
-    with _new_folder(Path(output)) as part:
+    with new_folder(output) as part:
         _write_repository(folder, part, repo_id, max_shard_bytes, [tags] if isinstance(tags, str) else tags or ())
     return Path(output)
-
-
-@contextmanager
-def _new_folder(output: Path):
-    """A folder to fill that becomes `output` at the end; after an error nothing is left."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OSError(f"`output` {output} is not empty; name a new folder, so that nothing old is published.")
-    part = output.with_name(output.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        yield part
-        if output.exists():
-            output.rmdir()
-        part.replace(output)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _write_repository(folder: Path, output: Path, repo_id: str | None, max_shard_bytes: int, tags) -> None:

@@ -142,8 +142,8 @@ class DRelayTrainingConfig(TrainingArguments):
                 f"`repair_weight` {self.repair_weight} leaves the selector without a loss; use a weight above 0, or "
                 "`train_selector=False`."
             )
-        has_head_alone = self.base_weight == 0 and (not self.train_selector or self.selector_start > 0)
-        if self.base_weight < 0 or has_head_alone:
+        has_head_loss = self.train_selector and self.selector_start == 0 and not self.base_anchor_end
+        if self.base_weight < 0 or (self.base_weight == 0 and not has_head_loss):
             raise ValueError(
                 f"`base_weight` is {self.base_weight}; expected at least 0, and more than that where the head is not "
                 "trained from the first step on, because no other loss is left."

@@ -97,6 +97,8 @@ class DRelayTrainer(Trainer):
             )
         if args.freeze_backbone and model.selector is None:
             raise ValueError("`freeze_backbone=True` trains the head alone, but this drafter has none.")
+        if args.base_weight == 0 and model.selector is None:
+            raise ValueError("`base_weight` 0 trains by the loss of the head alone, but this drafter has none.")
         if model.config.backbone not in ("parallel", "eagle3"):
             raise ValueError(
                 f"A drafter with the backbone {model.config.backbone!r} was trained together with its target; it "

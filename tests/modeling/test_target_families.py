@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from hf_drelay import DRelayConfig
+from hf_drelay.modeling.target_families import EXACT_WITH_STATE
 
 
 V = 96
@@ -29,10 +30,15 @@ RECURRENT = {
     "GraniteMoeHybrid": USUAL
     | MAMBA
     | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 32, "num_local_experts": 0},
+    "Lfm2": USUAL | {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3},
     "NemotronH": USUAL
     | {"head_dim": 8, "layers_block_type": ["mamba", "attention", "mamba", "mlp"], "mamba_num_heads": 8}
     | {"mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 4},
     "OlmoHybrid": USUAL | LINEAR_HEADS | {"layer_types": LINEAR},
+    "Qwen3_5Moe": USUAL
+    | LINEAR_HEADS
+    | {"layer_types": LINEAR, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     "Zamba2": USUAL
     | {"num_mem_blocks": 1, "hybrid_layer_ids": [1, 3], "layers_block_type": ["mamba", "hybrid"] * 2}
     | {"mamba_d_state": 8, "n_mamba_heads": 4, "mamba_headdim": 16, "chunk_size": 4, "mamba_ngroups": 1}
@@ -53,7 +59,8 @@ BLOOM = BASE | {"hidden_size": 32, "n_layer": 4, "n_head": 4}
 
 def build(name: str, fields: dict):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**fields)
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    config = config_class(**fields)
     target = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     target.generation_config.eos_token_id = None
     return target
@@ -73,6 +80,13 @@ def test_recurrent_family_is_exact(toolbox, record, name):
         ids = toolbox.greedy(target, prompt, drafter.with_options(loop_gate=gate), max_new_tokens=24)
         toolbox.assert_same_text(target, ids, expected)
     assert record.count(lambda r: r.draft_ids and r.num_accepted < len(r.draft_ids)) > 3
+
+
+def test_every_family_that_is_served_with_its_state_is_tested(toolbox):
+    tested = {build(name, RECURRENT[name]).config.model_type for name in known(RECURRENT)}
+    tested |= {toolbox.hybrid(name).config.model_type for name in ("qwen3_next", "qwen3_5")}
+    assert tested <= EXACT_WITH_STATE
+    assert not [kind for kind in EXACT_WITH_STATE - tested if kind in transformers.CONFIG_MAPPING]
 
 
 @pytest.mark.parametrize("name", known(REFUSED))
