@@ -9,6 +9,7 @@ do not slow the first one down.
 """
 
 import argparse
+import functools
 import random
 import statistics
 import time
@@ -99,6 +100,7 @@ class Stopwatch:
             delattr(owner, name)  # the class has the original
 
     def _timed(self, method):
+        @functools.wraps(method)  # the host reads the signature of a forward
         def timed(*args, **kwargs):
             start = time.perf_counter()
             try:
