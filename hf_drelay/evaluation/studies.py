@@ -18,9 +18,9 @@ WAYS = ("one stage", "DLoop")
 def arms_table(record: dict) -> str:
     """Arms of a study as Markdown, a row each; several seeds of an arm are pooled."""
     lines = [
-        "| arm | head, M parameters | τ (95 %) | against | τ with DLoop | repairs right / harmful | draft ms "
-        "| select ms | steps | seeds (τ) |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| arm | head, M parameters | τ (95 %) | against | τ with DLoop | repairs right / harmful | steps "
+        "| seeds (τ) |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     arms = _by_arm(record)
     for arm, rows in arms.items():
@@ -29,7 +29,6 @@ def arms_table(record: dict) -> str:
         cells = [arm, f"{_mean(rows, 'head_parameters') / 1e6:.2f}"]
         cells += [_tau(rows, "one stage"), _against(arms, arm), _tau(rows, "DLoop")]
         cells.append(f"{repairs[0]} / {repairs[1]}" if any(repairs) else "")
-        cells += [_phase(rows, "draft"), _phase(rows, "select")]
         seeds = ", ".join(f"{row['one stage']['acceptance_length']:.3f}" for row in rows) if len(rows) > 1 else ""
         cells += [f"{_mean(rows, 'num_steps'):.0f}", f"{len(rows)} ({seeds})" if seeds else "1"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -49,7 +48,7 @@ def arms_circumstances(record: dict) -> str:
         f"{environment['device']}: as many steps as fit into that time, by what a step of each arm took side by side. "
         + "".join(f"{text}. " for text in sorted(set(odd)))
         + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
-        f"of {dloop['num_draft_tokens']} tokens. ms are those of a round. Seeds of an arm are pooled; "
+        f"of {dloop['num_draft_tokens']} tokens. Seeds of an arm are pooled; "
         f"an interval holds 95 % of 2 000 draws of the responses, and a difference draws the same ones for both arms. "
         f"Command of the first: `python {record['rows'][0]['command']}`."
     )
@@ -95,11 +94,16 @@ def loop_circumstances(record: dict) -> str:
     beside = ", ".join(f"{ms:.1f} ({name})" for name, ms in host.items())
     return (
         f"tokens/s, in brackets over plain `generate()`; {arguments['num_prompts']} prompts of each of "
-        f"{', '.join(record['prompt_files'])}, {arguments['max_new_tokens']} new tokens, temperature "
-        f"{arguments['temperature']}, float32, {environment['cpu_threads']} threads of {environment['device']}, all "
-        f"ways interleaved in one process. A round's ms outside the forwards of target and drafter, batch 1: {beside}."
-        f" Command: `python {record['command']}`."
+        f"{', '.join(record['prompt_files'])}{_limit(arguments)}, {arguments['max_new_tokens']} new tokens, "
+        f"temperature {arguments['temperature']}, float32, {environment['cpu_threads']} threads of "
+        f"{environment['device']}, all ways interleaved in one process. A round's ms outside the forwards of target "
+        f"and drafter, batch 1: {beside}. Command: `python {record['command']}`."
     )
+
+
+def _limit(arguments: dict) -> str:
+    limit = arguments.get("num_batches", "None")
+    return "" if limit == "None" else f", at most {limit} batches of each size"
 
 
 def draw_loop(record: dict, path: Path) -> None:
@@ -182,11 +186,6 @@ def _against(arms: dict[str, list[dict]], arm: str) -> str:
     return "{}: {:+.3f} ({:+.3f} .. {:+.3f})".format(
         reference, *tau_difference(arms[arm], arms[reference], "one stage")
     )
-
-
-def _phase(rows: list[dict], phase: str) -> str:
-    found = [row["one stage"]["ms_per_round"].get(phase) for row in rows]
-    return "" if None in found else f"{statistics.mean(found):.1f}"
 
 
 def _speeds(record: dict) -> tuple[dict[str, dict[int, float]], list[int]]:

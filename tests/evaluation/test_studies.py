@@ -43,7 +43,7 @@ def test_arms_stand_in_order_and_seeds_are_pooled():
     lines = studies.arms_table(ARMS).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| better", "| worse", "| EAGLE-3"]
     taus = "2.300 (2.20 .. 2.40) |  | 2.800 (2.70 .. 2.90)"
-    assert lines[2] == f"| better | 2.00 | {taus} | 6 / 2 | 4.0 | 1.5 | 100 | 2 (2.200, 2.400) |"
+    assert lines[2] == f"| better | 2.00 | {taus} | 6 / 2 | 100 | 2 (2.200, 2.400) |"
     assert "| better: -0.300 (-0.300 .. -0.300) |" in lines[3]  # both have the same spread, so it cancels
 
 
