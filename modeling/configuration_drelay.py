@@ -498,11 +498,6 @@ class DRelayConfig(PreTrainedConfig):
             "off; turn one of these on, or the reads off.",
         )
         require(
-            self.head != "relay" or self.use_rank_head or self.use_repair_gate or self.pair_rank or self.copy_order,
-            "nothing of the relay head is on; set `pair_rank`, `copy_order`, `use_rank_head` or `use_repair_gate`, or "
-            "use `head='independent'`.",
-        )
-        require(
             self.provisional_norm in ("final", "hidden"),
             f"`provisional_norm` is {self.provisional_norm!r}; expected 'final' or 'hidden'.",
         )

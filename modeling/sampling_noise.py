@@ -66,6 +66,7 @@ class SamplingNoise:
 
     def _look_for_others(self) -> None:
         """Note whether the generator is where the last step left it."""
+        # Such states lie in the host's memory, whatever the device.
         self._others_drew = self._others_drew or not torch.equal(self._state(), self._states[self._next])
 
     def _state(self) -> torch.Tensor:

@@ -158,11 +158,13 @@ def recover_rows(path: str | Path) -> list[dict]:
         except ValueError as error:
             if is_torn:
                 break
-            raise ValueError(f"{path}, line {number}, is no result row ({error}); name another file.") from error
+            raise ValueError(
+                f"{path} is no file of result rows: line {number} ({error}). Name another one."
+            ) from error
         if row is not None and not (isinstance(row, dict) and set(row) >= ROW_FIELDS):
             raise ValueError(
-                f"{path}, line {number}, is no result row, which has {', '.join(sorted(ROW_FIELDS))}: {line[:80]!r}; "
-                "name another file."
+                f"{path} is no file of result rows, which have {', '.join(sorted(ROW_FIELDS))}: line {number} is "
+                f"{line[:80]!r}. Name another one."
             )
         rows += [] if row is None else [row]
     return rows
@@ -198,16 +200,16 @@ def sole_writer(path: str | Path):
 
 
 @contextmanager
-def new_folder(output: str | Path):
+def new_folder(output: str | Path, argument: str = "output"):
     """
     A folder beside `output` to fill, which takes its place at the end; after an error nothing is left.
 
     Raises:
-        OSError: If `output` is there and not an empty folder.
+        OSError: If `output`, the value of `argument`, is there and not an empty folder.
     """
     output = Path(output).resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OSError(f"`output` {output} is not empty; name a new folder, so that nothing old stays in it.")
+        raise OSError(f"`{argument}` {output} is not empty; name a new folder, so that nothing old stays in it.")
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:

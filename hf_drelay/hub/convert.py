@@ -36,7 +36,7 @@ def convert(source: str, destination: str | Path, target=None, tokenizer=None, f
             f"`target` is needed: the configuration of {source!r} does not tell `num_target_layers`, which `format` "
             "'zlab' has to. Pass the target."
         )
-    with new_folder(destination) as part:
+    with new_folder(destination, "destination") as part:
         model, report = load_any(source, target, tokenizer)
         if format == "hf_drelay":
             model.save_pretrained(part)

@@ -97,6 +97,11 @@ class DRelayTrainer(Trainer):
             )
         if args.freeze_backbone and model.selector is None:
             raise ValueError("`freeze_backbone=True` trains the head alone, but this drafter has none.")
+        if args.train_selector and model.selector is not None and not list(model.selector.parameters()):
+            raise ValueError(
+                "Nothing of the relay head is on, so there is nothing of it to train; set `pair_rank`, `copy_order`, "
+                "`use_rank_head` or `use_repair_gate`, or use `head='independent'`."
+            )
         if args.base_weight == 0 and model.selector is None:
             raise ValueError("`base_weight` 0 trains by the loss of the head alone, but this drafter has none.")
         if model.config.backbone not in ("parallel", "eagle3"):

@@ -497,7 +497,7 @@ class TestConvert:
     def test_a_filled_folder_is_left_alone(self, target, tmp_path):
         (tmp_path / "own").mkdir()
         (tmp_path / "own" / "file").touch()
-        with pytest.raises(ValueError, match="`destination`.*not empty"):
+        with pytest.raises(OSError, match="`destination`.*not empty"):
             convert(str(tmp_path), tmp_path / "own")
 
     @pytest.mark.parametrize("layout", ["fill_in", "shifted"])

@@ -26,8 +26,6 @@ SIZES = {
 }
 TOKENS = {"bos_token_id": 11, "eos_token_id": [12, 13], "pad_token_id": 14}
 NO_TRUNK = {"use_rank_head": False, "use_repair_gate": False}
-NO_READS = {"use_global_read": False, "use_history_read": False, "use_prefix_read": False}
-NO_PATHS = {"pair_rank": 0, "copy_order": 0}
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
 NESTED_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -296,7 +294,6 @@ class TestErrors:
             ({"block_size": 1}, "`block_size` 1 leaves nothing to draft"),
             ({"block_size": 1, "layout": "shifted"}, "`block_size` 1 leaves nothing to draft"),
             (NO_TRUNK, "`use_global_read` and `use_history_read` and `use_prefix_read` feed .* both off"),
-            (NO_TRUNK | NO_READS | NO_PATHS, "nothing of the relay head is on; set `pair_rank`"),
             ({"num_key_value_heads": 3}, "`num_attention_heads` 4 .* `num_key_value_heads` 3"),
             ({"target_layer_ids": []}, "`target_layer_ids` .* must be distinct layers"),
             ({"target_layer_ids": [1, 1]}, "`target_layer_ids` .* must be distinct layers"),

@@ -285,6 +285,12 @@ class TestImpossibleRuns:
         with pytest.raises(ValueError, match="`freeze_backbone=True` .* this drafter has none"):
             build_trainer(DRelayTrainingConfig(**recipe | {"drafter_config": fields, "freeze_backbone": True}))
 
+    def test_relay_head_with_nothing_on_raises(self, recipe):
+        parts = ("use_global_read", "use_history_read", "use_prefix_read", "use_rank_head", "use_repair_gate")
+        off = dict.fromkeys(parts, False) | {"pair_rank": 0, "copy_order": 0, "use_repaired_feature": False}
+        with pytest.raises(ValueError, match="Nothing of the relay head is on"):
+            build_trainer(DRelayTrainingConfig(**recipe | {"drafter_config": recipe["drafter_config"] | off}))
+
     def test_held_out_responses_without_a_greedy_one_raise(self, recipe, responses_file, tmp_path):
         path = tmp_path / "sampled.jsonl"
         path.write_text(responses_file.read_text().replace("greedy", "sample"))
