@@ -79,7 +79,8 @@ ABLATION: dict[str, tuple[dict, dict]] = {
     "joint, loop-aware": ({}, LOOP_RUN),
 }
 ABLATION = {arm: (HEAD | fields, run) for arm, (fields, run) in ABLATION.items()}
-# Ranks give each head 3.5 to 3.6 million parameters beside the demo backbone.
+DSPARK = {"head": "markov", "head_rank": 206, "markov_head_type": "gated", "use_confidence_head": True}
+# Ranks give each head 3.2 to 3.6 million parameters beside the demo backbone.
 COMPARISON: dict[str, tuple[dict, dict]] = {
     "relay": (HEAD | PATHS_ALONE | {"pair_rank": 209}, {}),
     "relay, every part": (HEAD, {}),
@@ -91,14 +92,8 @@ COMPARISON: dict[str, tuple[dict, dict]] = {
     "DFlash": ({"head": "independent"}, {"head_learning_rate": None}),
     "DFlash 2": ({"head": "bilinear", "head_rank": 190, "conv_kernel_size": 2}, {"slot_weight": "dpace"}),
     "Domino": ({"head": "recurrent", "head_rank": 267, "gru_hidden_dim": 384}, {"base_anchor_end": 1.0}),
-    "DSpark": (
-        {"head": "markov", "head_rank": 206, "markov_head_type": "gated", "use_confidence_head": True},
-        {"head_l1_share": 0.9},
-    ),
-    "DSpark, loss of the head alone": (
-        {"head": "markov", "head_rank": 206, "markov_head_type": "gated", "use_confidence_head": True},
-        {"head_l1_share": 0.9, "base_weight": 0.0},
-    ),
+    "DSpark": (DSPARK, {"head_l1_share": 0.9}),
+    "DSpark, loss of the head alone": (DSPARK, {"head_l1_share": 0.9, "base_weight": 0.0}),
     "EAGLE-3": (
         {
             "backbone": "eagle3",
