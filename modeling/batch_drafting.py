@@ -2,9 +2,10 @@
 
 Every row keeps its own session and proposal. For a stage their caches are put side by side, aligned at the anchor,
 with the shorter ones hidden by a mask, and the block is taken apart again behind it. What depends on the row alone
-(penalties, trees, the cost-aware plan, chains) is drafted row by row. Either way a stage is read from the device once.
+(penalties, trees, chains) is drafted row by row. Either way a stage is read from the device once.
 """
 
+import math
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -55,7 +56,6 @@ def _kind(generator, row: int) -> tuple:
         generator.model.config.backbone != "parallel"
         or is_flash(generator.model.config._attn_implementation)  # takes no mask
         or options.tree_budget is not None
-        or generator.cost_model is not None
         or bool(generator.proposal.penalties)
     )
     if is_alone:
@@ -74,12 +74,46 @@ def _draft_stage(generators: list) -> list[DraftBlock]:
         session, proposal = BatchSession(sessions), BatchProposal(proposals)
     cost_model = generators[0].cost_model
     started_s = cost_model.clock() if cost_model is not None else 0.0
+    if generators[0].plans_ahead and model.config.backbone == "parallel":
+        session.plan = lambda pool: plan_stage(generators, pool.log_probs[:, :, 0].tolist())
     block = model.draft(session.anchor_ids, session, proposal, options.use_selector, options.confidence_threshold)
     blocks = block.read_rows()
-    if cost_model is not None:  # such rows are drafted alone
-        # A chain that was ended by its gate has looked at the slot behind its last token.
-        generators[0].observe_draft(started_s, min(block.num_tokens + 1, session.num_slots))
-    return blocks
+    if cost_model is None:
+        return blocks
+    # A chain that was ended by its gate has looked at the slot behind its last token.
+    generators[0].observe_draft(started_s, min(block.num_tokens + 1, session.num_slots), len(generators))
+    if generators[0].plans_ahead:
+        return blocks
+    # The plan is that of all slots: which of them are left here depends on the tokens that were drawn.
+    best = [own.numbers.best_log_probs[0] for own in blocks]
+    length = plan_stage(generators, best) if model.config.backbone == "parallel" else generators[0].plan_chain(best[0])
+    return [_shortened(own, length) for own in blocks]
+
+
+def plan_stage(generators: list, best_log_probs: list[list[float]]) -> int:
+    """
+    What the cost-aware gate makes of a stage that rows draft together, before a token of it is drawn.
+
+    Args:
+        best_log_probs (`list[list[float]]`): By row, of the best candidate of each slot.
+
+    Returns:
+        The length of the stage, which is one for all of them because they are verified together.
+    """
+    first = generators[0]
+    beliefs = [[math.exp(log_prob) for log_prob in own] for own in best_log_probs]
+    reach = [generator.reach() for generator in generators]
+    length = first.cost_model.stage_length(beliefs, len(first.blocks), first.num_drafted, reach)
+    for generator, own in zip(generators, beliefs, strict=True):
+        generator.beliefs[-1] = own[:length]
+    return length
+
+
+def _shortened(block: DraftBlock, length: int) -> DraftBlock:
+    """The first `length` slots of a stage, and of its tree if it has one."""
+    if block.tree is not None:
+        block.tree.candidates = [c for c in block.tree.candidates if c.depth <= length]
+    return block.first(length)
 
 
 class BatchSession:

@@ -93,9 +93,11 @@ class DRelayCandidateGenerator:
         self._num_padding = 0  # ids in front that are no text
         self._unread: list[torch.Tensor] = []  # verified states that no draft needed yet
         self._num_new = 0  # of them, those that the coming stage is the first to read
-        self._blocks: list[DraftBlock] = []
-        self._beliefs: list[list[float]] = []  # of the backbone in the drafted slots of each stage
+        self.plans_ahead = False  # the length of the stage is chosen from its pools, not from what was drafted
+        self.blocks: list[DraftBlock] = []
+        self.beliefs: list[list[float]] = []  # of the backbone in the drafted slots of each stage
         self.tree = DraftTree()
+        self._started_s = cost_model.clock() if cost_model is not None else 0.0
         self._handed_over_s: float | None = None
         self._round_s = 0.0
 
@@ -149,8 +151,8 @@ class DRelayCandidateGenerator:
     def record_round(self, committed_ids: list[int]) -> None:
         """Count the round that was just verified."""
         if self.trace is not None:
-            self.trace.add_round(self._blocks, committed_ids)
-        if not self._blocks:
+            self.trace.add_round(self.blocks, committed_ids)
+        if not self.blocks:
             self.statistics.num_plain_rounds += 1
             return
         place, num_accepted = 0, 0
@@ -160,17 +162,17 @@ class DRelayCandidateGenerator:
                 break
             num_accepted += 1
         if self.cost_model is not None:
-            self.cost_model.observe_acceptance(self._beliefs, num_accepted, len(committed_ids))
+            self.cost_model.observe_acceptance(self.beliefs, num_accepted, len(committed_ids))
         if self.options.tree_budget is not None:
             depth, nodes = max(self.tree.depths()), self.tree.num_nodes
-            self.statistics.add_tree_round(len(committed_ids), num_accepted, depth, nodes, len(self._blocks))
+            self.statistics.add_tree_round(len(committed_ids), num_accepted, depth, nodes, len(self.blocks))
             return
         self.statistics.add_round(
-            draft_ids=[i for block in self._blocks for i in block.numbers.draft_ids[0]],
-            choices=[i for block in self._blocks for i in block.numbers.choices[0]],
-            pool_ids=[i for block in self._blocks for i in block.numbers.kept_ids[0]],
+            draft_ids=[i for block in self.blocks for i in block.numbers.draft_ids[0]],
+            choices=[i for block in self.blocks for i in block.numbers.choices[0]],
+            pool_ids=[i for block in self.blocks for i in block.numbers.kept_ids[0]],
             chosen_ids=committed_ids,
-            num_stages=len(self._blocks),
+            num_stages=len(self.blocks),
         )
 
     def _observe_time(self, num_committed: int) -> None:
@@ -178,7 +180,9 @@ class DRelayCandidateGenerator:
         if self.cost_model is None:
             return
         now_s = self.cost_model.clock()
-        if self._is_prompt_fed:
+        if not self._is_prompt_fed:
+            self.cost_model.observe_prefill(1e3 * (now_s - self._started_s))
+        else:
             verify_ms, round_ms = 1e3 * (now_s - self._handed_over_s), 1e3 * (now_s - self._round_s)
             self.cost_model.observe_round(self.tree.num_nodes + 1, verify_ms, num_committed, round_ms)
         self._round_s = now_s
@@ -234,7 +238,7 @@ class DRelayCandidateGenerator:
         A static cache has room for `max_length - 1` positions: that bounds the draft.
         """
         room = self.max_length - input_ids.shape[1] - 1 if self.can_draft else 0
-        self._blocks, self._beliefs, self.tree = [], [], DraftTree()
+        self.blocks, self.beliefs, self.tree = [], [], DraftTree()
         if room <= 0 or (self.cost_model is not None and not self.cost_model.drafts()):
             return []
         self._num_new = sum(states.shape[1] for states in self._unread)
@@ -245,16 +249,15 @@ class DRelayCandidateGenerator:
         while room > 0:
             num_slots = self._begin_stage(input_ids, room)
             block = yield
-            block = self._planned(block)
             is_short = block.num_tokens < num_slots  # a slot had nothing left to draw, or was not worth it
             block, is_cut = self._cut_stage(block, input_ids)
             if self.cost_model is not None:  # a slot that was cut is not one that was rejected
-                self._beliefs[-1] = self._beliefs[-1][: block.num_tokens]
+                self.beliefs[-1] = self.beliefs[-1][: block.num_tokens]
             if block.num_tokens == 0:
                 break
-            self._blocks.append(block)
+            self.blocks.append(block)
             is_final = is_short or is_cut
-            loops = not is_final and room > block.num_tokens and self._loops(block, len(self._blocks))
+            loops = not is_final and room > block.num_tokens and self._loops(block, len(self.blocks))
             num_nodes = self.tree.num_nodes
             end = self._grow(block, end, is_extended=loops)
             room -= self.tree.num_nodes - num_nodes
@@ -263,18 +266,18 @@ class DRelayCandidateGenerator:
             self.model.continue_after(block, self.session, self.options.use_selector)
             input_ids = torch.cat([input_ids, block.draft_ids.to(input_ids.device)], dim=1)
         self.session.end_round()
-        return self._blocks
+        return self.blocks
 
     def cut_round(self, depth: int) -> list[DraftBlock]:
         """Forget what is deeper in the tree of the round than `depth`, which is not verified; returns what is left."""
         if depth < max(self.tree.depths()):
             self.tree, blocks = self.tree.cut(depth), []
-            for block in self._blocks:
+            for block in self.blocks:
                 blocks.append(block.first(depth))
                 depth -= blocks[-1].num_tokens
-            self._blocks = [block for block in blocks if block.num_tokens]
-            self._beliefs = [own[: b.num_tokens] for own, b in zip(self._beliefs, blocks, strict=False)]
-        return self._blocks
+            self.blocks = [block for block in blocks if block.num_tokens]
+            self.beliefs = [own[: b.num_tokens] for own, b in zip(self.beliefs, blocks, strict=False)]
+        return self.blocks
 
     def _grow(self, block: DraftBlock, place: int, is_extended: bool) -> int:
         """Hang the stage below `place` of the round's tree; returns the place of the last token of its path."""
@@ -294,19 +297,21 @@ class DRelayCandidateGenerator:
         # Where a look at the pools is free, slots that are not worth it are not even scored.
         # The paths of a chain's tree have pools of their own; it is cut behind the slots that are worth it.
         is_chain, has_tree = self.model.config.backbone != "parallel", self.options.tree_budget is not None
-        is_planned_ahead = self.cost_model is not None and look_is_free(self.model.drafter.device)
-        self.session.plan = None
-        if is_planned_ahead and not (is_chain and has_tree):
-            self._beliefs.append([])
-            self.session.plan = self._plan_slot if is_chain else self._plan
+        is_free = self.cost_model is not None and look_is_free(self.model.drafter.device)
+        self.plans_ahead = is_free and not (is_chain and has_tree)
+        self.session.plan = self._plan_slot if self.plans_ahead and is_chain else None
+        self.beliefs.append([])
         self.session.begin_stage(input_ids[:, self._num_padding :].to(self.model.drafter.device))
         self.proposal.input_ids = input_ids
         return num_slots
 
-    def observe_draft(self, started_s: float, num_slots: int) -> None:
-        """Tell the cost-aware gate that the stage, which looked at `num_slots` slots, took until now."""
-        ms = 1e3 * (self.cost_model.clock() - started_s)
-        self.cost_model.observe_draft(len(self._blocks), ms)
+    def observe_draft(self, started_s: float, num_slots: int, num_rows: int) -> None:
+        """
+        Tell the cost-aware gate that the stage took until now; it looked at `num_slots` slots of each of `num_rows`
+        rows.
+        """
+        ms = 1e3 * (self.cost_model.clock() - started_s) / num_rows
+        self.cost_model.observe_draft(len(self.blocks), ms)
         # A stage that reads more than a round leaves, such as a prompt, tells nothing about the price of a slot.
         if self.model.config.backbone != "parallel" and self._num_new <= self.model.config.num_drafts + 1:
             self.cost_model.observe_slots(num_slots, ms)
@@ -340,62 +345,46 @@ class DRelayCandidateGenerator:
         if gate is None or num_stages >= self.options.max_stages:
             return False
         if self.cost_model is not None:
-            return self.cost_model.loops(self._reach(), sum(b.num_tokens for b in self._blocks))
+            return self.cost_model.loops(self.reach(), self.num_drafted)
         return sum(block.numbers.log_confidence[0]) >= gate
 
-    def _planned(self, block: DraftBlock) -> DraftBlock:
-        """
-        The stage as long as the cost-aware gate wants it, if its length was not planned before. The plan is that of
-        all slots: which of them are left here depends on the tokens that were drawn.
-        """
-        if self.cost_model is None or self.session.plan is not None:
-            return block
-        self._beliefs.append([])
-        best = block.numbers.best_log_probs[0]
-        if self.model.config.backbone == "parallel":
-            length = self._plan_length(best)
-        else:  # whether a slot is worth it may depend on the tokens before it, and not on its own
-            num_slots = self.session.num_slots
-            length = next((i for i, own in enumerate(best) if not self._is_worth(own, num_slots)), len(best))
-        if block.tree is not None:
-            block.tree.candidates = [c for c in block.tree.candidates if c.depth <= length]
-        return block.first(length)
-
-    def _plan(self, pool) -> int:
-        """Length of a stage, from the pools of its slots alone."""
-        return self._plan_length(pool.log_probs[0, :, 0].tolist())
-
-    def _plan_length(self, best_log_probs: list[float]) -> int:
-        beliefs = [math.exp(log_prob) for log_prob in best_log_probs]
-        stage, before = len(self._blocks), sum(block.num_tokens for block in self._blocks)
-        length = self.cost_model.stage_length(beliefs, stage, before, self._reach())
-        self._beliefs[-1] = beliefs[:length]
-        return length
+    def plan_chain(self, best_log_probs: list[float]) -> int:
+        """Length of a stage of a drafter that goes token by token, which was drafted already."""
+        # Whether a slot is worth it may depend on the tokens before it, and not on its own.
+        for i, own in enumerate(best_log_probs):
+            if not self._is_worth(own, self.session.num_slots):
+                return i
+        return len(best_log_probs)
 
     def _plan_slot(self, pool) -> bool:
         """Whether a chain goes on, from the pool of its next slot."""
         return self._is_worth(pool.log_probs[0, 0, 0].item(), self.session.num_slots)
 
     def _is_worth(self, best_log_prob: float, num_slots: int) -> bool:
-        before = sum(block.num_tokens for block in self._blocks)
-        belief, known = math.exp(best_log_prob), self._beliefs[-1]
-        is_worth = self.cost_model.goes_on(known, belief, num_slots, len(self._blocks), before, self._reach())
+        belief, known = math.exp(best_log_prob), self.beliefs[-1]
+        stage, before = len(self.blocks), self.num_drafted
+        is_worth = self.cost_model.goes_on(known, belief, num_slots, stage, before, self.reach())
         if is_worth:
             known.append(belief)
         return is_worth
 
-    def _reach(self) -> float:
+    @property
+    def num_drafted(self) -> int:
+        """Tokens in the stages of the round so far."""
+        return sum(block.num_tokens for block in self.blocks)
+
+    def reach(self) -> float:
         """Probability that everything drafted so far is accepted, by what the stages believe of their tokens."""
         return math.prod(
             self.cost_model.calibration.acceptance(stage, slot, math.exp(log_belief))
-            for stage, block in enumerate(self._blocks)
+            for stage, block in enumerate(self.blocks)
             for slot, log_belief in enumerate(block.numbers.log_confidence[0])
         )
 
     def _vocabulary_logits(self) -> torch.FloatTensor:
         """Log of q over the vocabulary `(1, K, V)`: the pool's logits, `-inf` everywhere else."""
-        ids = torch.cat([block.pool_ids for block in self._blocks], dim=1)
-        logits = torch.cat([block.pool_logits for block in self._blocks], dim=1)
+        ids = torch.cat([block.pool_ids for block in self.blocks], dim=1)
+        logits = torch.cat([block.pool_logits for block in self.blocks], dim=1)
         full = logits.new_full((*ids.shape[:2], self.proposal.vocab_size), float("-inf"))
         return full.scatter_(2, ids, logits)
 

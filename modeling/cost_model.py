@@ -100,8 +100,8 @@ class CostModel:
 
     Args:
         clock (`Callable`): Returns seconds; replaced in tests.
-        num_rows (`int`): Rows of the batch. Each decides as if all decided alike: they are verified together, but
-            stages are drafted for one after the other.
+        num_rows (`int`): Rows of the batch. They are verified together, so whoever decides for some of them decides
+            as if the others did alike.
 
     Attributes:
         WARM_UP (`int`): Plain steps before anything is drafted; all but the first, which may pay for a compilation,
@@ -111,8 +111,8 @@ class CostModel:
             off.
         SHARE (`float`), SHORT_TEXT (`int`): Share of the tokens of a text that speculation may cost in all; a text is
             taken to have at least so many tokens.
-        FIRST (`float`): Plain steps that the first round with a draft counts as at most. It pays for warm-ups and for
-            reading a whole prompt, which says little of the rounds behind it and must not rule them out.
+        FIRST (`float`): Plain steps that a round with a draft counts as at most, as long as none of its kind was
+            timed. It may pay for warm-ups, which say little of the rounds behind it and must not rule them out.
         PAUSES (`tuple[int, ...]`): Tokens decoded plainly after the first, second, ... losing trial.
     """
 
@@ -136,6 +136,8 @@ class CostModel:
         self.later_length = Average(0.1)
         self.plain_ms = Average(0.15)  # of a round without a draft
         self.drafting_ms = Average(0.15)  # of a round with one, or with a look at what could be drafted
+        self.first_ms = Average(0.15)  # of the first such round of a text, in which the drafter reads the prompt
+        self.warm_up_ms: float | None = None  # of the first such round of all
         self.tokens_per_ms: float | None = None
         self._num_plain = 0
         self._num_drafting = 0  # rounds since the last plain step
@@ -146,6 +148,8 @@ class CostModel:
         self._balance = 0.0
         self._lead = 0.0  # tokens that speculation won or lost in this text; little of what was won may be lost again
         self._num_tokens = 0.0
+        self._prefill_ms = 0.0
+        self._is_prompt_read = False
         self._pause = 0  # plain tokens left
         self._num_losses = 0
         self._drafts = self._may_draft()
@@ -156,22 +160,25 @@ class CostModel:
         """Whether the coming round drafts at all."""
         return self._drafts
 
-    def stage_length(self, beliefs: list[float], stage: int, num_before: int, reach: float, first: int = 0) -> int:
+    def stage_length(
+        self, beliefs: list[list[float]], stage: int, num_before: int, reach: list[float], first: int = 0
+    ) -> int:
         """
-        Tokens to draft, from what is known before the first of them is drawn.
+        Tokens to draft for each of some rows, from what is known before the first of them is drawn.
 
         Args:
-            beliefs (`list[float]`): Probability of the best candidate of each slot, from slot `first` on.
+            beliefs (`list[list[float]]`): By row, the probability of the best candidate of each slot from `first` on.
             stage (`int`): 0 for the first of the round.
-            num_before (`int`): Tokens drafted before, in this stage and in the stages before.
-            reach (`float`): Probability that all of those are accepted.
+            num_before (`int`): Tokens of a row drafted before, in this stage and in the stages before.
+            reach (`list[float]`): By row, the probability that all of those are accepted.
             first (`int`): Slots of this stage that were drafted already.
         """
         rate, slot_ms = self._rate(), self.num_rows * (self.slot_ms.value or 0.0)
         best, best_value, gain = 0, 0.0, 0.0
-        for i, belief in enumerate(beliefs):
-            reach *= self.calibration.acceptance(stage, first + i, belief)
-            gain += reach
+        for i, of_rows in enumerate(zip(*beliefs, strict=True)):
+            accepted = [self.calibration.acceptance(stage, first + i, belief) for belief in of_rows]
+            reach = [before * own for before, own in zip(reach, accepted, strict=True)]
+            gain += sum(reach) / len(reach)
             # A drafter that goes token by token has paid for the first of them when it is asked about it.
             value = gain - rate * (self._extra_ms(num_before, i + 1) + i * slot_ms)
             if value > best_value:
@@ -191,7 +198,8 @@ class CostModel:
         for slot, earlier in enumerate(known):
             reach *= self.calibration.acceptance(stage, slot, earlier)
         first = len(known)
-        return self.stage_length([belief] * (num_slots - first), stage, num_before + first, reach, first) > 0
+        alike = [[belief] * (num_slots - first)]
+        return self.stage_length(alike, stage, num_before + first, [reach], first) > 0
 
     def loops(self, reach: float, num_drafted: int) -> bool:
         """Whether another stage pays when `num_drafted` tokens are accepted with probability `reach`."""
@@ -203,7 +211,12 @@ class CostModel:
 
     # Observations.
 
+    def observe_prefill(self, ms: float) -> None:
+        """Time until the first token of the call, which plain decoding spends too."""
+        self._prefill_ms = ms
+
     def observe_draft(self, stage: int, ms: float) -> None:
+        """A stage was drafted, in `ms` for each of its rows."""
         self.draft_ms.setdefault(min(stage, 1), Average(0.15)).add(ms)
 
     def observe_slots(self, num_slots: int, ms: float) -> None:
@@ -236,14 +249,19 @@ class CostModel:
         self._drafts = self._may_draft()
 
     def _observe_drafting(self, num_committed: int, round_ms: float) -> None:
-        usual_ms = self.drafting_ms.value
+        usual = self._coming_ms()
         # An interruption by something else is no loss of ours.
-        limit_ms = self.FIRST * self.plain_ms.value if usual_ms is None else LatencyTable.OUTLIER * usual_ms
+        limit_ms = self.FIRST * self.plain_ms.value if usual.value is None else LatencyTable.OUTLIER * usual.value
         round_ms = min(round_ms, limit_ms)
-        self.drafting_ms.add(round_ms)
+        if self.warm_up_ms is None:
+            self.warm_up_ms = round_ms
+        else:
+            usual.add(round_ms)
         self._num_drafting += 1
         won = num_committed - round_ms / max(self.plain_ms.value, 1e-6)
-        self._balance = self.MEMORY * self._balance + won
+        if self._is_prompt_read:  # what reading a prompt cost tells nothing of the coming rounds
+            self._balance = self.MEMORY * self._balance + won
+        self._is_prompt_read = True
         self._lead = min(self._lead + won, self.LOSS)
         if self._balance < -self.LOSS or not self._can_lose():
             self._pause = self.PAUSES[min(self._num_losses, len(self.PAUSES) - 1)]
@@ -258,9 +276,18 @@ class CostModel:
 
     def _can_lose(self) -> bool:
         """Whether a text stays within its share of losses when all drafts of the coming round are rejected."""
-        plain_ms, drafting_ms = self.plain_ms.value, self.drafting_ms.value
-        risk = drafting_ms / max(plain_ms, 1e-6) - 1 if drafting_ms is not None else 0.0
-        return self._lead - risk >= -self.SHARE * max(self._num_tokens, self.SHORT_TEXT)
+        if self.plain_ms.value is None:
+            return True
+        plain_ms = max(self.plain_ms.value, 1e-6)
+        # The first one of all tells of the others as long as nothing else does.
+        coming_ms = self._coming_ms().value or self.drafting_ms.value or self.warm_up_ms
+        risk = coming_ms / plain_ms - 1 if coming_ms is not None else 0.0
+        num_steps = max(self._num_tokens, self.SHORT_TEXT) + self._prefill_ms / plain_ms
+        return self._lead - risk >= -self.SHARE * num_steps
+
+    def _coming_ms(self) -> Average:
+        """Of the kind that the coming round with a draft is of."""
+        return self.drafting_ms if self._is_prompt_read else self.first_ms
 
     def observe_acceptance(self, stage_beliefs: list[list[float]], num_accepted: int, num_judged: int) -> None:
         """

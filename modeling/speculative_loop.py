@@ -95,12 +95,16 @@ class SpeculativeLoop:
 
     def run(self):
         """Decode until every row has met a stopping criterion; returns what `generate()` returns."""
+        started_s = 0.0
         if self.cost_model is not None:
             self.cost_model.begin_call()
+            started_s = self.cost_model.clock()
         outputs, states, seen = self._prefill()
         try:
             self._begin(outputs, states, seen)
             del outputs, states
+            if self.cost_model is not None:
+                self.cost_model.observe_prefill(1e3 * (self.cost_model.clock() - started_s))
             while any(not group.is_done for group in self.groups):
                 self._round()
             return self._end()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from hf_drelay.modeling import batch_drafting
+from hf_drelay.modeling import batch_drafting, candidate_generator
 from hf_drelay.modeling.batch_drafting import draft_rounds
 
 
@@ -66,15 +66,48 @@ def test_rows_drafted_together_equal_rows_drafted_alone(toolbox, monkeypatch, na
         assert own.session.cache.get_seq_length() == other.session.cache.get_seq_length()
 
 
-@pytest.mark.parametrize("options", [{"loop_gate": "auto"}, {"tree_budget": 5}], ids=["auto", "tree"])
-def test_rows_that_decide_for_themselves_are_drafted_alone(toolbox, monkeypatch, options):
-    target = toolbox.target("llama")
-    made, rows = generators(toolbox.drafter(target), target, [9, 9], **options)
-    for _ in range(5):  # plain steps that the gate wants first
-        if made[0].cost_model is not None:
-            made[0].cost_model.observe_round(1, 30.0, 1, 30.0)
+def stage_sizes(monkeypatch) -> list[int]:
+    """Number of rows of each stage that is drafted from now on."""
     sizes = []
     stage = batch_drafting._draft_stage
     monkeypatch.setattr(batch_drafting, "_draft_stage", lambda rows: (sizes.append(len(rows)), stage(rows))[1])
+    return sizes
+
+
+def test_rows_with_trees_are_drafted_alone(toolbox, monkeypatch):
+    target = toolbox.target("llama")
+    made, rows = generators(toolbox.drafter(target), target, [9, 9], tree_budget=5)
+    sizes = stage_sizes(monkeypatch)
     draft_rounds(made, rows)
     assert set(sizes) == {1}
+
+
+@pytest.mark.parametrize("is_free", [True, False], ids=["ahead", "behind"])
+def test_rows_share_the_plan_of_the_cost_aware_gate(toolbox, monkeypatch, is_free):
+    # Beliefs of 0.9, 0.9 and 0.1 in one row, and of 0.3, 0.1 and 0.1 in the other. A token costs half a plain step.
+    monkeypatch.setattr(candidate_generator, "look_is_free", lambda device: is_free)
+    target = toolbox.target("llama")
+    drafter = toolbox.drafter(target, use_selector=False)
+    made, rows = generators(drafter, target, [9, 14], loop_gate="auto", max_stages=1, num_draft_tokens=3)
+    beliefs = torch.tensor([[0.9, 0.9, 0.1], [0.3, 0.1, 0.1]]).log()
+    right = drafter.head_inputs
+
+    def head_inputs(*arguments):
+        inputs = right(*arguments)
+        inputs.pool.log_probs[..., 0] = beliefs
+        return inputs
+
+    monkeypatch.setattr(drafter, "head_inputs", head_inputs)
+    cost_model = made[0].cost_model
+    for num_tokens in (1, 2, 3, 4):
+        cost_model.verify_ms.observe(num_tokens, 30.0 + 15.0 * (num_tokens - 1))
+    cost_model.plain_ms.add(30.0)
+    cost_model.drafts, cost_model.PRIOR = (lambda: True), 1e9
+    ticks = iter((0.0, 0.008))
+    cost_model.clock = lambda: next(ticks)
+    sizes = stage_sizes(monkeypatch)
+    found = draft_rounds(made, rows)
+    assert sizes == [2]
+    assert [[block.num_tokens for block in own] for own in found] == [[1], [1]]  # (0.9 + 0.3) / 2 pays, the next not
+    assert [generator.beliefs for generator in made] == [[[pytest.approx(0.9)]], [[pytest.approx(0.3)]]]
+    assert cost_model.draft_ms[0].value == pytest.approx(4.0)  # for each row

@@ -121,28 +121,28 @@ class TestStageLength:
     def test_length_is_where_the_next_token_no_longer_pays(self):
         # 1/30 tokens/ms and 2 ms for each more: a slot pays while it is reached with more than 1/15.
         model = trained()
-        assert model.stage_length([0.5, 0.5, 0.5, 0.5], 0, 0, 1.0) == 3
-        assert model.stage_length([0.5] * 3 + [0.7] * 3, 0, 0, 1.0) == 4
+        assert model.stage_length([[0.5, 0.5, 0.5, 0.5]], 0, 0, [1.0]) == 3
+        assert model.stage_length([[0.5] * 3 + [0.7] * 3], 0, 0, [1.0]) == 4
 
     def test_dear_verification_makes_stages_short(self):
         beliefs = [0.9] * 8
-        lengths = [trained(per_token_ms=ms).stage_length(beliefs, 0, 0, 1.0) for ms in (0.0, 8.0, 16.0, 40.0)]
+        lengths = [trained(per_token_ms=ms).stage_length([beliefs], 0, 0, [1.0]) for ms in (0.0, 8.0, 16.0, 40.0)]
         assert lengths == sorted(lengths, reverse=True) and lengths[0] == 8 and lengths[-1] == 0
 
     def test_unlikely_slot_is_drafted_when_what_follows_makes_up_for_it(self):
         model = trained(per_token_ms=5.0)  # a slot costs 1/6 of a token
-        assert model.stage_length([0.1], 0, 0, 1.0) == 0
+        assert model.stage_length([[0.1]], 0, 0, [1.0]) == 0
         model = trained(per_token_ms=5.0)
         model.verify_ms.observe(2, 45.0)  # on some machines the second token is dear and the next ones are free
         for size in (3, 5, 9):
             model.verify_ms.observe(size, 0.0)
-        assert model.stage_length([0.1], 0, 0, 1.0) == 0
-        assert model.stage_length([0.1, 1.0, 1.0], 0, 0, 1.0) == 3
+        assert model.stage_length([[0.1]], 0, 0, [1.0]) == 0
+        assert model.stage_length([[0.1, 1.0, 1.0]], 0, 0, [1.0]) == 3
 
     def test_later_stage_counts_only_as_far_as_it_is_reached(self):
         model = trained(per_token_ms=6.0)
-        assert model.stage_length([0.8, 0.8], 1, 4, 1.0) == 2
-        assert model.stage_length([0.8, 0.8], 1, 4, 0.1) == 0
+        assert model.stage_length([[0.8, 0.8]], 1, 4, [1.0]) == 2
+        assert model.stage_length([[0.8, 0.8]], 1, 4, [0.1]) == 0
 
     def test_accepted_drafts_make_stages_longer_and_rejected_ones_shorter(self):
         short, long = trained(per_token_ms=10.0), trained(per_token_ms=10.0)
@@ -150,8 +150,8 @@ class TestStageLength:
         for _ in range(30):
             short.observe_acceptance([beliefs], 0, 1)
             long.observe_acceptance([beliefs], 3, 4)
-        assert short.stage_length(beliefs, 0, 0, 1.0) == 0
-        assert long.stage_length(beliefs, 0, 0, 1.0) == 3
+        assert short.stage_length([beliefs], 0, 0, [1.0]) == 0
+        assert long.stage_length([beliefs], 0, 0, [1.0]) == 3
 
     def test_slots_behind_the_last_judged_one_tell_nothing(self):
         model = trained()
@@ -278,7 +278,7 @@ def decode(
                 model.observe_round(1, ms, 1, ms)
             else:
                 model.observe_draft(0, draft_ms)
-                length = model.stage_length([belief] * 4, 0, 0, 1.0)
+                length = model.stage_length([[belief] * 4], 0, 0, [1.0])
                 accepted = next((i for i in range(length) if not accepts(place + i)), length)
                 committed = min(accepted + 1, num_tokens - place)
                 model.observe_acceptance([[belief] * length], accepted, committed)

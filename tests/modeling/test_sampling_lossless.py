@@ -25,7 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_drelay.modeling import candidate_generator, modeling_drelay, verification
+from hf_drelay.modeling import batch_drafting, candidate_generator, modeling_drelay, verification
 from hf_drelay.modeling.candidate_generator import DRelayCandidateGenerator
 from hf_drelay.modeling.modeling_drelay import DRelayModel
 from hf_drelay.modeling.modeling_heads import Pool
@@ -290,6 +290,16 @@ class TestOwnLoop:
         assert p_value(target, texts) > PLAUSIBLE
         assert view.statistics.num_rounds >= 50
 
+    @pytest.mark.parametrize("scheme", ["ragged", "lockstep"])
+    def test_rows_that_plan_their_stages_together_follow_the_law(self, target, drafter, monkeypatch, scheme):
+        monkeypatch.setattr(SpeculativeLoop, "_can_be_ragged", lambda self: scheme == "ragged")
+        view = drafter.with_options(proposal="sample", loop_gate="auto")
+        ticks = iter(range(10**9))
+        cost_model = view.cost_model(3)
+        cost_model.clock, cost_model.drafts = (lambda: 1e-3 * next(ticks)), lambda: True
+        assert p_value(target, draw_batch(target, view, 3, 300)) > PLAUSIBLE
+        assert view.statistics.num_rounds >= 100 and len(set(view.statistics.num_drafted)) > 1
+
     def test_coupled_text_is_that_of_plain_sampling(self, target, drafter):
         expected = draw(target, None, 3, 60)
         for options in ({}, {"loop_gate": ALWAYS}, {"tree_budget": 6}, {"loop_gate": "auto"}):
@@ -403,6 +413,18 @@ class TestBiasedVariantsFail:
         monkeypatch.setattr(DRelayCandidateGenerator, "_cut_stage", cut_stage)
         texts = draw(target, drafter.with_options(proposal="sample"), 1, 1500)
         assert p_value(target, texts) < IMPOSSIBLE
+
+    def test_rows_plan_their_stages_by_the_tokens_they_drew(self, target, drafter, monkeypatch):
+        # Cut alike, as a plan of all rows is, but by what the first of them drew.
+        right = batch_drafting._draft_stage
+
+        def stage(generators):
+            blocks = right(generators)
+            return [block.first(0) for block in blocks] if blocks[0].choices[:, :1].any() else blocks
+
+        monkeypatch.setattr(batch_drafting, "_draft_stage", stage)
+        texts = draw_batch(target, drafter.with_options(proposal="sample"), 2, 2000)
+        assert p_value(target, texts[:1]) < IMPOSSIBLE
 
     def test_q_of_another_temperature(self, target, poor_drafter, monkeypatch):
         right = DRelayCandidateGenerator._vocabulary_logits
