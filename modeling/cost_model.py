@@ -214,6 +214,7 @@ class CostModel:
     def observe_prefill(self, ms: float) -> None:
         """Time until the first token of the call, which plain decoding spends too."""
         self._prefill_ms = ms
+        self._drafts = self._may_draft()
 
     def observe_draft(self, stage: int, ms: float) -> None:
         """A stage was drafted, in `ms` for each of its rows."""

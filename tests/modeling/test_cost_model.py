@@ -259,11 +259,21 @@ class TestFallback:
 
 
 def decode(
-    num_tokens, accepts, draft_ms, per_token_ms=4.0, belief=0.9, num_calls=1, model=None, plain_ms=30.0
+    num_tokens,
+    accepts,
+    draft_ms,
+    per_token_ms=4.0,
+    belief=0.9,
+    num_calls=1,
+    model=None,
+    plain_ms=30.0,
+    prefill_ms=0.0,
+    read_ms=0.0,
 ) -> float:
     """
     Decode texts with every decision left to the gate: `draft_ms` for a look at what could be drafted, then a
-    verification of `plain_ms + per_token_ms * n`. A draft at a place of the text is right if `accepts(place)`.
+    verification of `plain_ms + per_token_ms * n`. A draft at a place of the text is right if `accepts(place)`. Before
+    the first look at a text the drafter reads its prompt in `read_ms`.
 
     Returns:
         Time by that of plain decoding.
@@ -271,7 +281,9 @@ def decode(
     model, total_ms = model or CostModel(clock=lambda: 0.0), 0.0
     for _ in range(num_calls):
         model.begin_call()
-        place = 0
+        model.observe_prefill(prefill_ms)
+        place, unread_ms = 0, read_ms
+        total_ms += prefill_ms
         while place < num_tokens:
             if not model.drafts():
                 committed, ms = 1, plain_ms
@@ -282,11 +294,12 @@ def decode(
                 accepted = next((i for i in range(length) if not accepts(place + i)), length)
                 committed = min(accepted + 1, num_tokens - place)
                 model.observe_acceptance([[belief] * length], accepted, committed)
-                ms = draft_ms + plain_ms + per_token_ms * length
-                model.observe_round(1 + length, ms - draft_ms, committed, ms)
+                verify_ms = plain_ms + per_token_ms * length
+                ms, unread_ms = unread_ms + draft_ms + verify_ms, 0.0
+                model.observe_round(1 + length, verify_ms, committed, ms)
             total_ms += ms
             place += committed
-    return total_ms / (num_calls * num_tokens * plain_ms)
+    return total_ms / (num_calls * (num_tokens * plain_ms + prefill_ms))
 
 
 # What a drafter that believes in itself meets.
@@ -320,6 +333,23 @@ class TestBound:
     @pytest.mark.parametrize("num_tokens", [32, 128])
     def test_many_short_texts_cost_at_most_a_twentieth(self, num_tokens):
         assert decode(num_tokens, lambda place: False, 15.0, num_calls=30) <= 1.05
+
+    @pytest.mark.parametrize("read_ms", [15.0, 60.0, 200.0])
+    def test_reading_many_prompts_is_paid_for(self, read_ms):
+        # As dear as a few plain steps, in front of texts that cannot be drafted for.
+        costs = {"prefill_ms": 10 * read_ms, "read_ms": read_ms, "num_calls": 30}
+        assert decode(64, lambda place: False, 15.0, **costs) <= 1.05
+        assert decode(512, lambda place: False, 15.0, **costs) <= 1.05
+
+    @pytest.mark.parametrize(("prefill_ms", "may_read"), [(0.0, False), (600.0, True)])
+    def test_more_may_be_lost_behind_a_long_prefill(self, prefill_ms, may_read):
+        # Reading a prompt and a rejected draft cost 1.8 steps; 4 % of 32 tokens are 1.3, of 20 more steps 2.1.
+        model = CostModel(clock=lambda: 0.0)
+        for _ in range(2):
+            decode(128, lambda place: True, 3.0, model=model, read_ms=35.0)
+        model.begin_call()
+        model.observe_prefill(prefill_ms)
+        assert model.drafts() == may_read
 
     def test_bound_is_that_of_the_share(self, monkeypatch):
         monkeypatch.setattr(CostModel, "SHARE", float("inf"))
