@@ -2,7 +2,8 @@
 
 Every row keeps its own session and proposal. For a stage their caches are put side by side, aligned at the anchor,
 with the shorter ones hidden by a mask, and the block is taken apart again behind it. What depends on the row alone
-(penalties, trees, chains) is drafted row by row. Either way a stage is read from the device once.
+(penalties, trees, chains) is drafted row by row. Either way a stage is read from the device once. A compiled backbone
+gets the same treatment for a single row, because a context that is padded has the same shape in the next round.
 """
 
 import math
@@ -16,6 +17,9 @@ from .host_transfer import send
 from .modeling_base import DraftBlock, Pool
 from .modeling_drafter import block_mask, is_flash
 from .proposal import StageDraw
+
+
+_SHORTEST = 256  # slots of a padded context; longer ones double, so that few shapes are compiled
 
 
 def draft_rounds(generators: list, input_ids: list[torch.LongTensor]) -> list[list[DraftBlock]]:
@@ -70,8 +74,10 @@ def _draft_stage(generators: list) -> list[DraftBlock]:
     sessions = [generator.session for generator in generators]
     proposals = [generator.proposal for generator in generators]
     session, proposal = sessions[0], proposals[0]
+    if len(generators) > 1 or options.compile_drafter:
+        session = BatchSession(sessions, generators[0].backbone, is_padded=options.compile_drafter)
     if len(generators) > 1:
-        session, proposal = BatchSession(sessions), BatchProposal(proposals)
+        proposal = BatchProposal(proposals)
     cost_model = generators[0].cost_model
     started_s = cost_model.clock() if cost_model is not None else 0.0
     if generators[0].plans_ahead and model.config.backbone == "parallel":
@@ -117,24 +123,31 @@ def _shortened(block: DraftBlock, length: int) -> DraftBlock:
 
 
 class BatchSession:
-    """Sessions of rows at the same stage as one, for one call of [`DRelayModel.draft`]."""
+    """
+    Sessions of rows at the same stage as one, for one call of [`DRelayModel.draft`].
 
-    def __init__(self, sessions: list):
+    Args:
+        sessions (`list[DraftSession]`): Of the rows.
+        backbone (`Callable`): Forward of the drafter.
+        is_padded (`bool`): Bring contexts and texts to one of few lengths.
+    """
+
+    def __init__(self, sessions: list, backbone, is_padded: bool = False):
         first = sessions[0]
-        self.sessions = sessions
+        self.sessions, self.backbone = sessions, backbone
         self.drafter, self.adapter, self.clock = first.drafter, first.adapter, first.clock
         self.num_slots, self.num_provisional = first.num_slots, first.num_provisional
-        self.plan = self.tree_budget = None
+        self.plan, self.tree_budget = None, first.tree_budget
         self.anchor_ids = torch.cat([session.anchor_ids for session in sessions])
         texts = [session.text_ids for session in sessions]
-        longest = max(text.shape[1] for text in texts)
+        longest = _padded(max(text.shape[1] for text in texts), is_padded)
         self.text_ids = torch.cat([F.pad(text, (longest - text.shape[1], 0), value=-1) for text in texts])
         self.history = torch.cat([session.history for session in sessions])
         self.history_mask = torch.cat([session.history_mask for session in sessions])
         self.earlier = None if first.earlier is None else torch.cat([session.earlier for session in sessions])
         lengths = [session.anchor_position for session in sessions]
         self.anchor_position = send(lengths, self.drafter.device)[:, None]
-        self.context_length = max(lengths)
+        self.context_length = _padded(max(lengths), is_padded)
         depth = len(self.drafter.layers) if self.context_length else 0
         self.cache = SimpleNamespace(layers=[self._side_by_side(i) for i in range(depth)])
 
@@ -166,6 +179,11 @@ class BatchSession:
             rows = [nothing if row is None else row for row in rows]
             sides[name] = torch.cat([F.pad(row, (0, 0, self.context_length - row.shape[2], 0)) for row in rows])
         return SimpleNamespace(**sides, is_initialized=True)
+
+
+def _padded(length: int, is_padded: bool) -> int:
+    """`length`, or the next length that shapes may have; an empty context stays empty."""
+    return max(_SHORTEST, 1 << (length - 1).bit_length()) if is_padded and length else length
 
 
 class BatchProposal:

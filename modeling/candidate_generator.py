@@ -42,6 +42,7 @@ class DRelayCandidateGenerator:
         noise (`Callable`, *optional*): Random numbers of the target's choices, see [`Proposal`].
         statistics (`DraftStatistics`, *optional*), clock (`PhaseClock`, *optional*): Shared by the rows of a batch.
         cost_model (`CostModel`, *optional*): Decides for `loop_gate="auto"`.
+        backbone (`Callable`, *optional*): Forward of the drafter that a stage calls instead of the drafter itself.
     """
 
     requires_model_outputs = True
@@ -59,6 +60,7 @@ class DRelayCandidateGenerator:
         statistics: DraftStatistics | None = None,
         clock: PhaseClock | None = None,
         cost_model=None,
+        backbone=None,
     ):
         self.model = model
         self.adapter = adapter
@@ -75,6 +77,7 @@ class DRelayCandidateGenerator:
         self.statistics = statistics or DraftStatistics(phase_ms=self.clock.phase_ms)
         self.trace = DraftTrace() if options.trace else None
         self.cost_model = cost_model
+        self.backbone = backbone or model.drafter
         self.session = model.new_session(adapter, self.clock)
         # A stop string cuts drafts by their content. With q handed over that would bias the output, so those calls
         # propose greedily: the target then samples at every position and a draft counts while it is equal.

@@ -22,6 +22,7 @@ class DraftSession:
 
     def __init__(self, drafter, adapter: TargetAdapter, clock: PhaseClock | None = None):
         self.drafter = drafter
+        self.backbone = drafter  # what a stage calls
         self.adapter = adapter
         self.clock = clock or PhaseClock(enabled=False)
         self.cache = drafter.new_cache()

@@ -1,12 +1,16 @@
 """What `generate(assistant_model=...)` receives: shared weights, own options, statistics of its last call."""
 
+import functools
 from dataclasses import MISSING, dataclass, fields
+
+import torch
 
 from .candidate_generator import DRelayCandidateGenerator
 from .compat import cache_argument, criteria_for_host, is_quantized, supports_static_cache
 from .configuration_drelay import AUTO, check_confidence_threshold, check_draft_options, check_loop_options
 from .cost_model import CostModel
 from .draft_statistics import DraftStatistics
+from .modeling_drafter import is_flash
 from .speculative_loop import SpeculativeLoop
 
 
@@ -42,6 +46,8 @@ class DraftOptions:
             the assisted loop of transformers.
         confidence_threshold (`float`): With a confidence head (DSpark): end a stage before the first slot whose
             confidence is below this; 0 is off.
+        compile_drafter (`bool`): Compile the backbone of a parallel drafter with `torch.compile`. Its context is padded
+            to a power of two (256 at least), so a shape is compiled once and comes back in every round.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
         trace (`bool`): Keep every round's pools and choices, of the first row of a batch, in the view's `trace`, for
             displays and analyses.
@@ -55,6 +61,7 @@ class DraftOptions:
     confidence_threshold: float
     tree_budget: int | None = None
     decoding_loop: str = "own"
+    compile_drafter: bool = False
     profile: bool = False
     trace: bool = False
 
@@ -96,6 +103,7 @@ class DraftView:
                 f"`confidence_threshold` is {options['confidence_threshold']}, but this drafter has no confidence "
                 "head; leave the option out."
             )
+        self._check_compilation()
         self.statistics = DraftStatistics()
         self.trace = None
         self._cost_models: dict[int, CostModel] = {}  # by batch size: costs outlive a call
@@ -105,6 +113,28 @@ class DraftView:
         """What was given to this view, and for the rest what the configuration says now."""
         in_config = [field.name for field in fields(DraftOptions) if field.default is MISSING]
         return DraftOptions(**({name: getattr(self.config, name) for name in in_config} | self._given))
+
+    def _check_compilation(self) -> None:
+        if not isinstance(self.options.compile_drafter, bool):
+            raise ValueError(f"`compile_drafter` is {self.options.compile_drafter!r}; expected True or False.")
+        if not self.options.compile_drafter:
+            return
+        if self.config.backbone != "parallel":
+            raise ValueError(
+                f"`compile_drafter` is True, but a drafter with `backbone` {self.config.backbone!r} grows its context "
+                "with every token, so that no shape comes back; leave the option out."
+            )
+        if is_flash(self.config._attn_implementation):
+            raise ValueError(
+                f"`compile_drafter` pads the context, which {self.config._attn_implementation!r} takes no mask for; "
+                "call `drelay.set_attn_implementation('sdpa')` first, or leave the option out."
+            )
+
+    @functools.cached_property
+    def backbone(self):
+        """Forward of the drafter, compiled if the options say so."""
+        drafter = self.model.drafter
+        return torch.compile(drafter.forward, dynamic=False) if self.options.compile_drafter else drafter
 
     @property
     def config(self):
@@ -262,6 +292,7 @@ class DraftView:
             logits_processor=logits_processor,
             stopping_criteria=call.get("stopping_criteria"),
             cost_model=self.cost_model(),
+            backbone=self.backbone,
         )
         if generator.cost_model is not None:
             generator.cost_model.begin_call()

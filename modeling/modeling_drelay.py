@@ -351,7 +351,7 @@ class DRelayModel(DRelayPreTrainedModel):
         embeds = self.drafter.block_embeds(anchor_ids, session.adapter.embed)
         positions = session.positions(session.anchor_position, self.config.block_size)
         masks = session.masks(self.config.block_size)
-        rows = self.drafter(embeds, positions, session.cache, masks).last_hidden_state
+        rows = session.backbone(embeds, positions, session.cache, masks).last_hidden_state
         inputs = self.head_inputs(rows, anchor_ids, session)
         if session.plan is not None:
             inputs = inputs.first(session.plan(inputs.pool))
