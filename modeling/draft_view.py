@@ -46,8 +46,8 @@ class DraftOptions:
             the assisted loop of transformers.
         confidence_threshold (`float`): With a confidence head (DSpark): end a stage before the first slot whose
             confidence is below this; 0 is off.
-        compile_drafter (`bool`): Compile the backbone of a parallel drafter with `torch.compile`. Its context is padded
-            to a power of two (256 at least), so a shape is compiled once and comes back in every round.
+        compile_drafter (`bool`): Compile the backbone of a parallel drafter with `torch.compile`. Its context is
+            padded to a power of two (256 at least), so a shape is compiled once and comes back in every round.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
         trace (`bool`): Keep every round's pools and choices, of the first row of a batch, in the view's `trace`, for
             displays and analyses.
