@@ -17,8 +17,9 @@ kept in `--feature-folder`:
 Minutes then are so many steps (`--pace-file`), so whatever else runs on the machine takes nothing from an arm. All
 share the cross-entropy and the candidate-support loss of the backbone. EAGLE-3 has no such backbone: it starts from
 the target's last layer, and its row says so. Measured is greedy replay τ on responses that nothing was trained on,
-DLoop off and on, with the tokens and rounds of each response, from which the table draws its intervals. `--list` names
-all arms, `--keep` saves the trained drafter for `hf-drelay benchmark`.
+DLoop off and on, with the tokens and rounds of each response, from which the table draws its intervals; and on every
+fifth of them how often the pool holds the target's token at the first error of a block. `--list` names all arms,
+`--keep` saves the trained drafter for `hf-drelay benchmark`.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from hf_drelay import DRelayModel
+from hf_drelay.evaluation.headroom import measure_headroom
 from hf_drelay.evaluation.records import command_line, environment, weights_sha256, write_json
 from hf_drelay.evaluation.replay import ReplayedResponse, replay_response, replay_responses, tapped_states
 from hf_drelay.modeling.configuration_drelay import DRelayConfig
@@ -196,6 +198,18 @@ def measure(drelay: DRelayModel, target, responses, **options) -> dict:
         "num_rounds": total.num_rounds,
         "ms_per_round": {phase: ms / timed.num_rounds for phase, ms in timed.phase_ms.items()},
     }
+
+
+def pool_coverage(drelay: DRelayModel, target, responses) -> dict | None:
+    """
+    How often the pool holds the target's token at the first error of a block, for the drafts of the backbone alone and
+    of the head. `None` for a drafter without blocks.
+    """
+    if drelay.config.backbone != "parallel":
+        return None
+    chosen = [(ids.tolist(), prompt_length) for ids, prompt_length, _ in responses[::5]]
+    found = measure_headroom(drelay.eval(), target, chosen, max_cases=0).to_dict()
+    return {"backbone": found["pool_coverage"], "head": found["selector_pool_coverage"]}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -439,6 +453,7 @@ def main() -> None:
         "environment": environment(),
         "one stage": measure(drelay, trainer.target, responses, use_selector=use_selector, **ONE_STAGE),
         "DLoop": measure(drelay, trainer.target, responses, use_selector=use_selector, **LOOP),
+        "pool_coverage": pool_coverage(drelay, trainer.target, responses),
     }
     about = shared | {
         "minutes": arguments.minutes,

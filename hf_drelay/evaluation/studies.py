@@ -18,9 +18,9 @@ WAYS = ("one stage", "DLoop")
 def arms_table(record: dict) -> str:
     """Arms of a study as Markdown, a row each; several seeds of an arm are pooled."""
     lines = [
-        "| arm | head, M parameters | τ (95 %) | against | τ with DLoop | repairs right / harmful | steps "
-        "| seeds (τ) |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | head, M parameters | τ (95 %) | against | τ with DLoop | repairs right / harmful "
+        "| pool at the first error | steps | seeds (τ) |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     arms = _by_arm(record)
     for arm, rows in arms.items():
@@ -28,7 +28,7 @@ def arms_table(record: dict) -> str:
         repairs = [sum(c[name] for c in classes) for name in ("repaired_right", "repaired_harmful")]
         cells = [arm, f"{_mean(rows, 'head_parameters') / 1e6:.2f}"]
         cells += [_tau(rows, "one stage"), _against(arms, arm), _tau(rows, "DLoop")]
-        cells.append(f"{repairs[0]} / {repairs[1]}" if any(repairs) else "")
+        cells += [f"{repairs[0]} / {repairs[1]}" if any(repairs) else "", _coverage(rows)]
         seeds = ", ".join(f"{row['one stage']['acceptance_length']:.3f}" for row in rows) if len(rows) > 1 else ""
         cells += [f"{_mean(rows, 'num_steps'):.0f}", f"{len(rows)} ({seeds})" if seeds else "1"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -48,7 +48,8 @@ def arms_circumstances(record: dict) -> str:
         f"{environment['device']}: as many steps as fit into that time, by what a step of each arm took side by side. "
         + "".join(f"{text}. " for text in sorted(set(odd)))
         + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
-        f"of {dloop['num_draft_tokens']} tokens. Seeds of an arm are pooled; "
+        f"of {dloop['num_draft_tokens']} tokens. Pool at the first error: how often the pool of that slot holds the "
+        f"target's token, for blocks of the backbone alone / of the head. Seeds of an arm are pooled; "
         f"an interval holds 95 % of 2 000 draws of the responses, and a difference draws the same ones for both arms. "
         f"Command of the first: `python {record['rows'][0]['command']}`."
     )
@@ -186,6 +187,13 @@ def _against(arms: dict[str, list[dict]], arm: str) -> str:
     return "{}: {:+.3f} ({:+.3f} .. {:+.3f})".format(
         reference, *tau_difference(arms[arm], arms[reference], "one stage")
     )
+
+
+def _coverage(rows: list[dict]) -> str:
+    """Mean coverage of the pool at the first error, without and with the head; empty where it was not measured."""
+    found = [row["pool_coverage"] for row in rows if row.get("pool_coverage")]
+    parts = [[own[name] for own in found if own[name] is not None] for name in ("backbone", "head")]
+    return " / ".join(f"{statistics.mean(part):.1%}" for part in parts if part)
 
 
 def _speeds(record: dict) -> tuple[dict[str, dict[int, float]], list[int]]:

@@ -32,8 +32,8 @@ ARMS = {
     "DLoop": {"loop_gate": -1.0, "max_stages": 3, "num_draft_tokens": 3},
     "rows": [
         row("worse", 0, 2.0),
-        row("better", 1, 2.4),
-        row("better", 0, 2.2),
+        row("better", 1, 2.4, pool_coverage={"backbone": 0.5, "head": 0.7}),
+        row("better", 0, 2.2, pool_coverage={"backbone": 0.6, "head": None}),
         row("EAGLE-3", 0, 1.5, "the target's last layer", head_parameters=0),
     ],
 }
@@ -43,7 +43,8 @@ def test_arms_stand_in_order_and_seeds_are_pooled():
     lines = studies.arms_table(ARMS).splitlines()
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| better", "| worse", "| EAGLE-3"]
     taus = "2.300 (2.20 .. 2.40) |  | 2.800 (2.70 .. 2.90)"
-    assert lines[2] == f"| better | 2.00 | {taus} | 6 / 2 | 100 | 2 (2.200, 2.400) |"
+    assert lines[2] == f"| better | 2.00 | {taus} | 6 / 2 | 55.0% / 70.0% | 100 | 2 (2.200, 2.400) |"
+    assert lines[3].endswith("| 3 / 1 |  | 100 | 1 |")
     assert "| better: -0.300 (-0.300 .. -0.300) |" in lines[3]  # both have the same spread, so it cancels
 
 

@@ -73,6 +73,9 @@ def test_arms_add_rows_and_replace_their_own(recipe, target_folder, responses_fi
             assert len(row[way]["responses"]) == 3 and tokens / rounds == row[way]["acceptance_length"]
     assert [row["against"] for row in rows] == ["joint", "joint", "full", "relay"]
     assert rows[1]["one stage"]["slot_classes"]["repaired_right"] == 0
+    assert rows[3]["pool_coverage"] is None
+    for row in rows[:3]:
+        assert 0 <= row["pool_coverage"]["backbone"] <= 1 and set(row["pool_coverage"]) == {"backbone", "head"}
 
 
 @pytest.mark.parametrize("arm", ["relay", "DFlash", "DFlash 2", "Domino", "DSpark"])
