@@ -200,16 +200,16 @@ def measure(drelay: DRelayModel, target, responses, **options) -> dict:
     }
 
 
-def pool_coverage(drelay: DRelayModel, target, responses) -> dict | None:
+def pool_coverage(drelay: DRelayModel, target, responses, use_selector: bool) -> dict | None:
     """
     How often the pool holds the target's token at the first error of a block, for the drafts of the backbone alone and
-    of the head. `None` for a drafter without blocks.
+    of the head if it was trained. `None` for a drafter without blocks.
     """
     if drelay.config.backbone != "parallel":
         return None
     chosen = [(ids.tolist(), prompt_length) for ids, prompt_length, _ in responses[::5]]
     found = measure_headroom(drelay.eval(), target, chosen, max_cases=0).to_dict()
-    return {"backbone": found["pool_coverage"], "head": found["selector_pool_coverage"]}
+    return {"backbone": found["pool_coverage"], "head": found["selector_pool_coverage"] if use_selector else None}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -453,7 +453,7 @@ def main() -> None:
         "environment": environment(),
         "one stage": measure(drelay, trainer.target, responses, use_selector=use_selector, **ONE_STAGE),
         "DLoop": measure(drelay, trainer.target, responses, use_selector=use_selector, **LOOP),
-        "pool_coverage": pool_coverage(drelay, trainer.target, responses),
+        "pool_coverage": pool_coverage(drelay, trainer.target, responses, use_selector),
     }
     about = shared | {
         "minutes": arguments.minutes,
