@@ -13,22 +13,26 @@ from .figures import LIGHT, MARKERS, draw_legend, label_axes, start_figure
 
 
 WAYS = ("one stage", "DLoop")
+_ABOUT_COVERAGE = (
+    "Pool at the first error: how often the pool of that slot holds the target's token, for blocks of the backbone "
+    "alone / of the head, on every fifth response. "
+)
 
 
 def arms_table(record: dict) -> str:
     """Arms of a study as Markdown, a row each; several seeds of an arm are pooled."""
-    lines = [
-        "| arm | head, M parameters | τ (95 %) | against | τ with DLoop | repairs right / harmful "
-        "| pool at the first error | steps | seeds (τ) |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
     arms = _by_arm(record)
+    columns = ["arm", "head, M parameters", "τ (95 %)", "against", "τ with DLoop", "repairs right / harmful"]
+    has_coverage = any(row.get("pool_coverage") for row in record["rows"])
+    columns += ["pool at the first error"] * has_coverage + ["steps", "seeds (τ)"]
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for arm, rows in arms.items():
         classes = [row["one stage"]["slot_classes"] for row in rows]
         repairs = [sum(c[name] for c in classes) for name in ("repaired_right", "repaired_harmful")]
         cells = [arm, f"{_mean(rows, 'head_parameters') / 1e6:.2f}"]
         cells += [_tau(rows, "one stage"), _against(arms, arm), _tau(rows, "DLoop")]
-        cells += [f"{repairs[0]} / {repairs[1]}" if any(repairs) else "", _coverage(rows)]
+        cells.append(f"{repairs[0]} / {repairs[1]}" if any(repairs) else "")
+        cells += [_coverage(rows)] * has_coverage
         seeds = ", ".join(f"{row['one stage']['acceptance_length']:.3f}" for row in rows) if len(rows) > 1 else ""
         cells += [f"{_mean(rows, 'num_steps'):.0f}", f"{len(rows)} ({seeds})" if seeds else "1"]
         lines.append("| " + " | ".join(cells) + " |")
@@ -48,8 +52,9 @@ def arms_circumstances(record: dict) -> str:
         f"{environment['device']}: as many steps as fit into that time, by what a step of each arm took side by side. "
         + "".join(f"{text}. " for text in sorted(set(odd)))
         + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
-        f"of {dloop['num_draft_tokens']} tokens. Pool at the first error: how often the pool of that slot holds the "
-        f"target's token, for blocks of the backbone alone / of the head. Seeds of an arm are pooled; "
+        f"of {dloop['num_draft_tokens']} tokens. "
+        + (_ABOUT_COVERAGE if any(r.get("pool_coverage") for r in record["rows"]) else "")
+        + "Seeds of an arm are pooled; "
         f"an interval holds 95 % of 2 000 draws of the responses, and a difference draws the same ones for both arms. "
         f"Command of the first: `python {record['rows'][0]['command']}`."
     )

@@ -48,6 +48,12 @@ def test_arms_stand_in_order_and_seeds_are_pooled():
     assert "| better: -0.300 (-0.300 .. -0.300) |" in lines[3]  # both have the same spread, so it cancels
 
 
+def test_coverage_has_a_column_where_it_was_measured():
+    bare = ARMS | {"rows": [{k: v for k, v in own.items() if k != "pool_coverage"} for own in ARMS["rows"]]}
+    assert "pool at" in studies.arms_table(ARMS) and "pool at" not in studies.arms_table(bare)
+    assert "Pool at" not in studies.arms_circumstances(bare)
+
+
 def test_interval_holds_the_mean_and_shrinks_with_the_spread():
     def rows(*responses):
         return [{"one stage": {"responses": list(responses)}}]
@@ -66,6 +72,7 @@ def test_circumstances_tell_what_starts_elsewhere():
     text = studies.arms_circumstances(ARMS)
     assert "7 responses" in text and "5 minutes on 1 thread of a CPU" in text
     assert "EAGLE-3 starts from the target's last layer." in text
+    assert "Pool at the first error: how often" in text
     assert "`python scripts/train_arms.py --arm worse`" in text
 
 
