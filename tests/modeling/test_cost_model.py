@@ -117,6 +117,13 @@ def test_average_is_the_mean_at_first_and_forgets_later():
     assert average.value == pytest.approx(6.0)
 
 
+def test_average_can_follow_smaller_values_faster():
+    average = Average(0.1, falling_rate=0.5)
+    for value, expected in ((10.0, 10.0), (4.0, 7.0), (17.0, 7.0 + 10.0 / 3), (17.0 / 3, 8.0)):
+        average.add(value)
+        assert average.value == pytest.approx(expected)
+
+
 class TestStageLength:
     def test_length_is_where_the_next_token_no_longer_pays(self):
         # 1/30 tokens/ms and 2 ms for each more: a slot pays while it is reached with more than 1/15.
@@ -183,7 +190,7 @@ class TestFallback:
 
     def test_speculation_goes_on_while_it_wins(self):
         model, ms, rounds = simulate(300, lambda position: 2)  # 2 tokens in 45 ms against 60
-        assert 145 <= len(rounds) <= 149 and ms < 0.77 * 300 * 30
+        assert 140 <= len(rounds) <= 149 and ms < 0.77 * 300 * 30
 
     def test_a_slow_first_step_does_not_make_losses_look_like_gains(self):
         model = CostModel()
@@ -206,6 +213,20 @@ class TestFallback:
         assert not model.drafts()
         model.observe_round(1, 60.0, 1, 60.0)
         assert model.drafts() and model.plain_ms.value > 30.0
+
+    def test_interrupted_measurement_of_the_target_is_soon_forgotten(self):
+        # Plain steps seemed to take twice as long as they do, so that rounds of 1.2 tokens in 45 ms seem to win.
+        model = CostModel(clock=lambda: 0.0)
+        for _ in range(model.WARM_UP):
+            model.observe_round(1, 60.0, 1, 60.0)
+        num_drafting = 0
+        for _ in range(200):
+            if model.drafts():
+                model.observe_round(4, 37.0, 1.2, 45.0)
+                num_drafting += 1
+            else:
+                model.observe_round(1, 30.0, 1, 30.0)
+        assert num_drafting < 100
 
     @pytest.mark.parametrize("round_ms", [45.0, 60.0])
     @pytest.mark.parametrize("num_tokens", [128, 512])
@@ -365,6 +386,8 @@ class TestBound:
         for _ in range(model.WARM_UP):
             model.observe_round(1, 30.0, 1, 30.0)
         for i in range(60):
+            if i % model.RENEWAL == 0 and i:
+                model.observe_round(1, 30.0, 1, 30.0)
             assert model.drafts()
             ms = 600.0 if i % 20 == 10 else 45.0
             model.observe_round(4, ms - 8.0, 3, ms)
