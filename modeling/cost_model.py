@@ -11,21 +11,16 @@ import time
 
 
 class Average:
-    """
-    Exponentially weighted mean; it starts as the plain mean of what it saw. With a `falling_rate` smaller values count
-    for more than larger ones.
-    """
+    """Exponentially weighted mean; it starts as the plain mean of what it saw."""
 
-    def __init__(self, rate: float, falling_rate: float = 0.0):
-        self.rate, self.falling_rate = rate, falling_rate
+    def __init__(self, rate: float):
+        self.rate = rate
         self.value: float | None = None
         self._count = 0
 
     def add(self, value: float) -> None:
         self._count += 1
         weight = max(self.rate, 1 / self._count)
-        if self.value is not None and value < self.value:
-            weight = max(weight, self.falling_rate)
         self.value = value if self.value is None else self.value + weight * (value - self.value)
 
 
@@ -140,8 +135,8 @@ class CostModel:
         self.later_gain = Average(0.1)  # accepted tokens of a later stage that was reached
         self.later_length = Average(0.1)
         # Of a round without a draft. There are few of them, and one that was interrupted must not make losses look
-        # like gains for the many rounds behind it.
-        self.plain_ms = Average(0.15, falling_rate=0.5)
+        # like gains for many rounds behind it.
+        self.plain_ms = Average(0.3)
         self.drafting_ms = Average(0.15)  # of a round with one, or with a look at what could be drafted
         self.first_ms = Average(0.15)  # of the first such round of a text, in which the drafter reads the prompt
         self.warm_up_ms: float | None = None  # of the first such round of all

@@ -117,13 +117,6 @@ def test_average_is_the_mean_at_first_and_forgets_later():
     assert average.value == pytest.approx(6.0)
 
 
-def test_average_can_follow_smaller_values_faster():
-    average = Average(0.1, falling_rate=0.5)
-    for value, expected in ((10.0, 10.0), (4.0, 7.0), (17.0, 7.0 + 10.0 / 3), (17.0 / 3, 8.0)):
-        average.add(value)
-        assert average.value == pytest.approx(expected)
-
-
 class TestStageLength:
     def test_length_is_where_the_next_token_no_longer_pays(self):
         # 1/30 tokens/ms and 2 ms for each more: a slot pays while it is reached with more than 1/15.
@@ -219,14 +212,14 @@ class TestFallback:
         model = CostModel(clock=lambda: 0.0)
         for _ in range(model.WARM_UP):
             model.observe_round(1, 60.0, 1, 60.0)
-        num_drafting = 0
+        drafted = []
         for _ in range(200):
-            if model.drafts():
+            drafted.append(model.drafts())
+            if drafted[-1]:
                 model.observe_round(4, 37.0, 1.2, 45.0)
-                num_drafting += 1
             else:
                 model.observe_round(1, 30.0, 1, 30.0)
-        assert num_drafting < 100
+        assert sum(drafted[:50]) > 40 and sum(drafted[120:]) < 20
 
     @pytest.mark.parametrize("round_ms", [45.0, 60.0])
     @pytest.mark.parametrize("num_tokens", [128, 512])
