@@ -53,18 +53,21 @@ def draft_rounds(generators: list, input_ids: list[torch.LongTensor]) -> list[li
     return results
 
 
-def _kind(generator, row: int) -> tuple:
-    """Rows of the same kind can share a stage; a row that cannot share is a kind of its own."""
-    session, options = generator.session, generator.options
-    is_alone = (
+def _is_alone(generator) -> bool:
+    """Whether what a row drafts depends on more than a shared pass could know."""
+    return (
         generator.model.config.backbone != "parallel"
         or is_flash(generator.model.config._attn_implementation)  # takes no mask
-        or options.tree_budget is not None
+        or generator.options.tree_budget is not None
         or bool(generator.proposal.penalties)
     )
-    if is_alone:
+
+
+def _kind(generator, row: int) -> tuple:
+    """Rows of the same kind can share a stage; a row that cannot share is a kind of its own."""
+    if _is_alone(generator):
         return (row,)
-    earlier = session.earlier
+    session, earlier = generator.session, generator.session.earlier
     return session.num_slots, session.num_provisional, None if earlier is None else earlier.shape[1]
 
 
@@ -87,7 +90,7 @@ def _draft_stage(generators: list) -> list[DraftBlock]:
     if cost_model is None:
         return blocks
     # A chain that was ended by its gate has looked at the slot behind its last token.
-    generators[0].observe_draft(started_s, min(block.num_tokens + 1, session.num_slots), len(generators))
+    generators[0].observe_draft(started_s, min(block.num_tokens + 1, session.num_slots), _is_alone(generators[0]))
     if generators[0].plans_ahead:
         return blocks
     # The plan is that of all slots: which of them are left here depends on the tokens that were drawn.

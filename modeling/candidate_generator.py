@@ -308,13 +308,13 @@ class DRelayCandidateGenerator:
         self.proposal.input_ids = input_ids
         return num_slots
 
-    def observe_draft(self, started_s: float, num_slots: int, num_rows: int) -> None:
+    def observe_draft(self, started_s: float, num_slots: int, is_alone: bool) -> None:
         """
-        Tell the cost-aware gate that the stage took until now; it looked at `num_slots` slots of each of `num_rows`
-        rows.
+        Tell the cost-aware gate that the stage took until now; it looked at `num_slots` slots. Of a batch whose rows
+        are drafted alone there are as many such stages as rows.
         """
-        ms = 1e3 * (self.cost_model.clock() - started_s) / num_rows
-        self.cost_model.observe_draft(len(self.blocks), ms)
+        ms = 1e3 * (self.cost_model.clock() - started_s)
+        self.cost_model.observe_draft(ms * self.cost_model.num_rows if is_alone else ms)
         # A stage that reads more than a round leaves, such as a prompt, tells nothing about the price of a slot.
         if self.model.config.backbone != "parallel" and self._num_new <= self.model.config.num_drafts + 1:
             self.cost_model.observe_slots(num_slots, ms)

@@ -109,10 +109,10 @@ class CostModel:
         RENEWAL (`int`): Drafting rounds after which one plain step measures it again.
         LOSS (`float`): Tokens that speculation may recently have cost, compared with plain decoding, before it is put
             off.
-        SHARE (`float`), SHORT_TEXT (`int`): Share of the tokens of a text that speculation may cost in all; a text is
-            taken to have at least so many tokens.
-        FIRST (`float`): Plain steps that a round with a draft counts as at most, as long as none of its kind was
-            timed. It may pay for warm-ups, which say little of the rounds behind it and must not rule them out.
+        SHARE (`float`), SHORT_TEXT (`int`): Share of the plain steps of a text, its prefill included, that speculation
+            may cost in all; a text is taken to have at least so many tokens.
+        FIRST (`float`): Plain steps that the first round of all with a draft counts as at most. It may pay for
+            warm-ups, which say little of the rounds behind it and must not rule them out.
         PAUSES (`tuple[int, ...]`): Tokens decoded plainly after the first, second, ... losing trial.
     """
 
@@ -129,7 +129,7 @@ class CostModel:
         self.clock = clock
         self.num_rows = num_rows
         self.verify_ms = LatencyTable()
-        self.draft_ms: dict[int, Average] = {}
+        self.draft_ms = Average(0.15)  # of a stage of all rows; a later one costs what a first one does
         self.slot_ms = Average(0.15)  # of one token of a drafter that drafts token by token
         self.calibration = Calibration()
         self.later_gain = Average(0.1)  # accepted tokens of a later stage that was reached
@@ -138,11 +138,12 @@ class CostModel:
         # like gains for many rounds behind it.
         self.plain_ms = Average(0.3)
         self.drafting_ms = Average(0.15)  # of a round with one, or with a look at what could be drafted
-        self.first_ms = Average(0.15)  # of the first such round of a text, in which the drafter reads the prompt
+        self.read_share = Average(0.3)  # time in which the drafter reads a prompt, by that of the target's prefill
         self.warm_up_ms: float | None = None  # of the first such round of all
         self.tokens_per_ms: float | None = None
         self._num_plain = 0
         self._num_drafting = 0  # rounds since the last plain step
+        self._has_drafted = False  # a stage, in this round
         self.begin_call()
 
     def begin_call(self) -> None:
@@ -207,8 +208,7 @@ class CostModel:
         """Whether another stage pays when `num_drafted` tokens are accepted with probability `reach`."""
         length = max(1, round(self.later_length.value or num_drafted))
         gain = self.later_gain.value if self.later_gain.value is not None else 0.5 * length
-        draft_ms = self.draft_ms.get(1, self.draft_ms.get(0))
-        cost_ms = self.num_rows * (draft_ms.value if draft_ms else 0.0) + self._extra_ms(num_drafted, length)
+        cost_ms = (self.draft_ms.value or 0.0) + self._extra_ms(num_drafted, length)
         return reach * gain > self._rate() * cost_ms
 
     # Observations.
@@ -218,9 +218,11 @@ class CostModel:
         self._prefill_ms = ms
         self._drafts = self._may_draft()
 
-    def observe_draft(self, stage: int, ms: float) -> None:
-        """A stage was drafted, in `ms` for each of its rows."""
-        self.draft_ms.setdefault(min(stage, 1), Average(0.15)).add(ms)
+    def observe_draft(self, ms: float) -> None:
+        """A stage was drafted, in `ms` for all rows."""
+        self._has_drafted = True
+        usual_ms = self.draft_ms.value
+        self.draft_ms.add(ms if usual_ms is None else min(ms, LatencyTable.OUTLIER * usual_ms))
 
     def observe_slots(self, num_slots: int, ms: float) -> None:
         """A stage of `num_slots` tokens, drafted one after the other."""
@@ -240,7 +242,8 @@ class CostModel:
         rate = num_committed / max(round_ms, 1e-6)
         self.tokens_per_ms = rate if self.tokens_per_ms is None else 0.9 * self.tokens_per_ms + 0.1 * rate
         self._num_tokens += num_committed
-        if self._drafts:
+        # A round that was to draft and had no room for it is a plain one.
+        if self._drafts and (self._has_drafted or num_verified > 1):
             self._observe_drafting(num_committed, round_ms)
         else:
             value = self.plain_ms.value
@@ -250,16 +253,17 @@ class CostModel:
             self._num_drafting = 0
             self._pause -= num_committed
         self._drafts = self._may_draft()
+        self._has_drafted = False
 
     def _observe_drafting(self, num_committed: int, round_ms: float) -> None:
-        usual = self._coming_ms()
-        # An interruption by something else is no loss of ours.
-        limit_ms = self.FIRST * self.plain_ms.value if usual.value is None else LatencyTable.OUTLIER * usual.value
-        round_ms = min(round_ms, limit_ms)
         if self.warm_up_ms is None:
-            self.warm_up_ms = round_ms
+            round_ms = self.warm_up_ms = min(round_ms, self.FIRST * self.plain_ms.value)
+        elif not self._is_prompt_read and self._prefill_ms > 0:
+            self._observe_reading(round_ms)
         else:
-            usual.add(round_ms)
+            # An interruption by something else is no loss of ours.
+            round_ms = min(round_ms, LatencyTable.OUTLIER * (self.drafting_ms.value or self.warm_up_ms))
+            self.drafting_ms.add(round_ms)
         self._num_drafting += 1
         won = num_committed - round_ms / max(self.plain_ms.value, 1e-6)
         if self._is_prompt_read:  # what reading a prompt cost tells nothing of the coming rounds
@@ -273,6 +277,12 @@ class CostModel:
         elif self._balance > self.LOSS:
             self._num_losses = 0
 
+    def _observe_reading(self, round_ms: float) -> None:
+        """The first round of a text with a draft, which counts as long as it was."""
+        share = max(0.0, round_ms - (self.drafting_ms.value or self.warm_up_ms)) / self._prefill_ms
+        usual = self.read_share.value
+        self.read_share.add(share if not usual else min(share, LatencyTable.OUTLIER * usual))
+
     def _may_draft(self) -> bool:
         is_due = self._num_plain >= self.WARM_UP and self._pause <= 0 and self._num_drafting < self.RENEWAL
         return is_due and self._can_lose()
@@ -283,14 +293,13 @@ class CostModel:
             return True
         plain_ms = max(self.plain_ms.value, 1e-6)
         # The first one of all tells of the others as long as nothing else does.
-        coming_ms = self._coming_ms().value or self.drafting_ms.value or self.warm_up_ms
-        risk = coming_ms / plain_ms - 1 if coming_ms is not None else 0.0
+        coming_ms = self.drafting_ms.value or self.warm_up_ms
+        risk = 0.0
+        if coming_ms is not None:
+            read_ms = 0.0 if self._is_prompt_read else (self.read_share.value or 0.0) * self._prefill_ms
+            risk = (coming_ms + read_ms) / plain_ms - 1
         num_steps = max(self._num_tokens, self.SHORT_TEXT) + self._prefill_ms / plain_ms
         return self._lead - risk >= -self.SHARE * num_steps
-
-    def _coming_ms(self) -> Average:
-        """Of the kind that the coming round with a draft is of."""
-        return self.drafting_ms if self._is_prompt_read else self.first_ms
 
     def observe_acceptance(self, stage_beliefs: list[list[float]], num_accepted: int, num_judged: int) -> None:
         """

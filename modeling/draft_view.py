@@ -47,7 +47,8 @@ class DraftOptions:
         confidence_threshold (`float`): With a confidence head (DSpark): end a stage before the first slot whose
             confidence is below this; 0 is off.
         compile_drafter (`bool`): Compile the backbone of a parallel drafter with `torch.compile`. Its context is
-            padded to a power of two (256 at least), so a shape is compiled once and comes back in every round.
+            padded to a power of two (256 at least), so shapes come back: one is compiled for each length and number of
+            rows that draft together, up to torch's `recompile_limit`; others run as they are, with torch's warning.
         profile (`bool`): Measure draft, select and verify ms; synchronises the device.
         trace (`bool`): Keep every round's pools and choices, of the first row of a batch, in the view's `trace`, for
             displays and analyses.
@@ -130,9 +131,14 @@ class DraftView:
                 "call `drelay.set_attn_implementation('sdpa')` first, or leave the option out."
             )
 
+    def __getstate__(self) -> dict:
+        """A copy compiles anew: what was compiled is bound to the weights of this one's model."""
+        return {name: value for name, value in self.__dict__.items() if name != "backbone"}
+
     @functools.cached_property
     def backbone(self):
         """Forward of the drafter, compiled if the options say so."""
+        self._check_compilation()  # the attention may have been changed
         drafter = self.model.drafter
         return torch.compile(drafter.forward, dynamic=False) if self.options.compile_drafter else drafter
 

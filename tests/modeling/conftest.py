@@ -517,12 +517,12 @@ def record_rounds(monkeypatch) -> Record:
     original = DRelayCandidateGenerator.record_round
 
     def record_round(self, committed_ids):
-        if self._blocks:
+        if self.blocks:
             record.rounds.append(
                 Round(
-                    stage_lengths=[block.num_tokens for block in self._blocks],
-                    draft_ids=[i for block in self._blocks for i in block.draft_ids[0].tolist()],
-                    choices=[i for block in self._blocks for i in block.choices[0].tolist()],
+                    stage_lengths=[block.num_tokens for block in self.blocks],
+                    draft_ids=[i for block in self.blocks for i in block.draft_ids[0].tolist()],
+                    choices=[i for block in self.blocks for i in block.choices[0].tolist()],
                     committed_ids=list(committed_ids),
                 )
             )

@@ -110,4 +110,4 @@ def test_rows_share_the_plan_of_the_cost_aware_gate(toolbox, monkeypatch, is_fre
     assert sizes == [2]
     assert [[block.num_tokens for block in own] for own in found] == [[1], [1]]  # (0.9 + 0.3) / 2 pays, the next not
     assert [generator.beliefs for generator in made] == [[[pytest.approx(0.9)]], [[pytest.approx(0.3)]]]
-    assert cost_model.draft_ms[0].value == pytest.approx(4.0)  # for each row
+    assert cost_model.draft_ms.value == pytest.approx(8.0)  # for both rows

@@ -1,5 +1,7 @@
 """`compile_drafter`: the text and the drafts stay what they are, and shapes come back instead of growing."""
 
+import copy
+
 import pytest
 import torch
 
@@ -63,6 +65,20 @@ def test_few_shapes_are_compiled(toolbox, shapes, num_rows):
         assert out.shape[1] == 57
     assert len(view.statistics.num_committed) >= 10
     assert len(shapes) <= 3  # contexts of up to 16, 32 and 64
+
+
+def test_copy_of_a_view_drafts_with_its_own_weights(toolbox, shapes):
+    target, prompt = toolbox.target("llama"), toolbox.prompt(7)
+    view = toolbox.drafter(target).with_options(compile_drafter=True)
+    toolbox.greedy(target, prompt, view, max_new_tokens=8)
+    twin = copy.deepcopy(view)
+    for parameter in twin.model.drafter.parameters():
+        parameter.data.zero_()
+    toolbox.greedy(target, prompt, twin, max_new_tokens=8)
+    embeds = torch.ones(1, twin.config.block_size, twin.config.hidden_size)
+    positions = torch.arange(twin.config.block_size)[None]
+    rows = twin.backbone(embeds, positions, twin.model.drafter.new_cache()).last_hidden_state
+    assert not rows.any()
 
 
 def test_compilation_is_refused_where_nothing_would_be_gained(toolbox):

@@ -87,7 +87,7 @@ def test_states_are_kept_only_before_rounds_with_drafts(toolbox, monkeypatch, na
 
     def sometimes(self, input_ids):
         if not every or next(count) % every:
-            self._blocks, self.tree = [], DraftTree()
+            self.blocks, self.tree = [], DraftTree()
             events.append("plain")
             return []
         events.append("drafts")
