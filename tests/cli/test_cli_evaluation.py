@@ -76,7 +76,7 @@ class TestBenchmarkAndReport:
             (("--tasks", ","), "names nothing"),
             (("--option", "num_draft_tokens"), "give NAME=VALUE"),
             (("--option", "loop_gate=-1"), "the gate is what the ways differ in"),
-            (("--option", "blocks=2"), "'blocks' is no option; expected one of confidence_threshold, decoding_loop"),
+            (("--option", "blocks=2"), "'blocks' is no option; expected one of compile_drafter, confidence_threshold"),
             (("--option", "gate=-1"), "'gate' is no option"),
             (("--option", "proposal=[a"), "whose value is no YAML"),
             (("--option", "confidence_threshold=null"), "`confidence_threshold` is None"),
