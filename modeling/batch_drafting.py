@@ -54,7 +54,7 @@ def draft_rounds(generators: list, input_ids: list[torch.LongTensor]) -> list[li
 
 
 def _is_alone(generator) -> bool:
-    """Whether what a row drafts depends on more than a shared pass could know."""
+    """Whether a row drafts by itself."""
     return (
         generator.model.config.backbone != "parallel"
         or is_flash(generator.model.config._attn_implementation)  # takes no mask
@@ -78,28 +78,29 @@ def _draft_stage(generators: list) -> list[DraftBlock]:
     proposals = [generator.proposal for generator in generators]
     session, proposal = sessions[0], proposals[0]
     if len(generators) > 1 or options.compile_drafter:
-        session = BatchSession(sessions, generators[0].backbone, is_padded=options.compile_drafter)
+        session = BatchSession(sessions, is_padded=options.compile_drafter)
     if len(generators) > 1:
         proposal = BatchProposal(proposals)
-    cost_model = generators[0].cost_model
+    first, cost_model = generators[0], generators[0].cost_model
     started_s = cost_model.clock() if cost_model is not None else 0.0
-    if generators[0].plans_ahead and model.config.backbone == "parallel":
-        session.plan = lambda pool: plan_stage(generators, pool.log_probs[:, :, 0].tolist())
+    is_chain = model.config.backbone != "parallel"  # which plans its slots one by one
+    if first.is_planned_ahead and not is_chain:
+        session.plan = lambda pool: _plan_stage(generators, pool.log_probs[:, :, 0].tolist())
     block = model.draft(session.anchor_ids, session, proposal, options.use_selector, options.confidence_threshold)
     blocks = block.read_rows()
     if cost_model is None:
         return blocks
     # A chain that was ended by its gate has looked at the slot behind its last token.
-    generators[0].observe_draft(started_s, min(block.num_tokens + 1, session.num_slots), _is_alone(generators[0]))
-    if generators[0].plans_ahead:
+    first.observe_draft(started_s, min(block.num_tokens + 1, session.num_slots), _is_alone(first))
+    if first.is_planned_ahead:
         return blocks
     # The plan is that of all slots: which of them are left here depends on the tokens that were drawn.
     best = [own.numbers.best_log_probs[0] for own in blocks]
-    length = plan_stage(generators, best) if model.config.backbone == "parallel" else generators[0].plan_chain(best[0])
+    length = first.plan_chain(best[0]) if is_chain else _plan_stage(generators, best)
     return [_shortened(own, length) for own in blocks]
 
 
-def plan_stage(generators: list, best_log_probs: list[list[float]]) -> int:
+def _plan_stage(generators: list, best_log_probs: list[list[float]]) -> int:
     """
     What the cost-aware gate makes of a stage that rows draft together, before a token of it is drawn.
 
@@ -131,14 +132,14 @@ class BatchSession:
 
     Args:
         sessions (`list[DraftSession]`): Of the rows.
-        backbone (`Callable`): Forward of the drafter.
         is_padded (`bool`): Bring contexts and texts to one of few lengths.
     """
 
-    def __init__(self, sessions: list, backbone, is_padded: bool = False):
+    def __init__(self, sessions: list, is_padded: bool = False):
         first = sessions[0]
-        self.sessions, self.backbone = sessions, backbone
-        self.drafter, self.adapter, self.clock = first.drafter, first.adapter, first.clock
+        self.sessions = sessions
+        self.drafter, self.backbone = first.drafter, first.backbone
+        self.adapter, self.clock = first.adapter, first.clock
         self.num_slots, self.num_provisional = first.num_slots, first.num_provisional
         self.plan, self.tree_budget = None, first.tree_budget
         self.anchor_ids = torch.cat([session.anchor_ids for session in sessions])

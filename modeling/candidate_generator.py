@@ -42,7 +42,7 @@ class DRelayCandidateGenerator:
         noise (`Callable`, *optional*): Random numbers of the target's choices, see [`Proposal`].
         statistics (`DraftStatistics`, *optional*), clock (`PhaseClock`, *optional*): Shared by the rows of a batch.
         cost_model (`CostModel`, *optional*): Decides for `loop_gate="auto"`.
-        backbone (`Callable`, *optional*): Forward of the drafter that a stage calls instead of the drafter itself.
+        compiled_backbone (`Callable`, *optional*): What a stage calls instead of the drafter itself.
     """
 
     requires_model_outputs = True
@@ -60,7 +60,7 @@ class DRelayCandidateGenerator:
         statistics: DraftStatistics | None = None,
         clock: PhaseClock | None = None,
         cost_model=None,
-        backbone=None,
+        compiled_backbone=None,
     ):
         self.model = model
         self.adapter = adapter
@@ -77,8 +77,9 @@ class DRelayCandidateGenerator:
         self.statistics = statistics or DraftStatistics(phase_ms=self.clock.phase_ms)
         self.trace = DraftTrace() if options.trace else None
         self.cost_model = cost_model
-        self.backbone = backbone or model.drafter
         self.session = model.new_session(adapter, self.clock)
+        if compiled_backbone is not None:
+            self.session.backbone = compiled_backbone
         # A stop string cuts drafts by their content. With q handed over that would bias the output, so those calls
         # propose greedily: the target then samples at every position and a draft counts while it is equal.
         # The tokens of a tree are not drawn, so it needs a target that samples too.
@@ -96,7 +97,7 @@ class DRelayCandidateGenerator:
         self._num_padding = 0  # ids in front that are no text
         self._unread: list[torch.Tensor] = []  # verified states that no draft needed yet
         self._num_new = 0  # of them, those that the coming stage is the first to read
-        self.plans_ahead = False  # the length of the stage is chosen from its pools, not from what was drafted
+        self.is_planned_ahead = False  # the length of the stage is chosen from its pools, not from what was drafted
         self.blocks: list[DraftBlock] = []
         self.beliefs: list[list[float]] = []  # of the backbone in the drafted slots of each stage
         self.tree = DraftTree()
@@ -301,8 +302,8 @@ class DRelayCandidateGenerator:
         # The paths of a chain's tree have pools of their own; it is cut behind the slots that are worth it.
         is_chain, has_tree = self.model.config.backbone != "parallel", self.options.tree_budget is not None
         is_free = self.cost_model is not None and look_is_free(self.model.drafter.device)
-        self.plans_ahead = is_free and not (is_chain and has_tree)
-        self.session.plan = self._plan_slot if self.plans_ahead and is_chain else None
+        self.is_planned_ahead = is_free and not (is_chain and has_tree)
+        self.session.plan = self._plan_slot if self.is_planned_ahead and is_chain else None
         self.beliefs.append([])
         self.session.begin_stage(input_ids[:, self._num_padding :].to(self.model.drafter.device))
         self.proposal.input_ids = input_ids

@@ -133,14 +133,13 @@ class DraftView:
 
     def __getstate__(self) -> dict:
         """A copy compiles anew: what was compiled is bound to the weights of this one's model."""
-        return {name: value for name, value in self.__dict__.items() if name != "backbone"}
+        return {name: value for name, value in self.__dict__.items() if name != "compiled_backbone"}
 
     @functools.cached_property
-    def backbone(self):
-        """Forward of the drafter, compiled if the options say so."""
+    def compiled_backbone(self):
+        """Compiled forward of the drafter; `None` if the options do not ask for it."""
         self._check_compilation()  # the attention may have been changed
-        drafter = self.model.drafter
-        return torch.compile(drafter.forward, dynamic=False) if self.options.compile_drafter else drafter
+        return torch.compile(self.model.drafter.forward, dynamic=False) if self.options.compile_drafter else None
 
     @property
     def config(self):
@@ -298,7 +297,7 @@ class DraftView:
             logits_processor=logits_processor,
             stopping_criteria=call.get("stopping_criteria"),
             cost_model=self.cost_model(),
-            backbone=self.backbone,
+            compiled_backbone=self.compiled_backbone,
         )
         if generator.cost_model is not None:
             generator.cost_model.begin_call()

@@ -254,7 +254,7 @@ class SpeculativeLoop:
             statistics=self.statistics,
             clock=self.clock,
             cost_model=self.cost_model,
-            backbone=self.view.backbone,
+            compiled_backbone=self.view.compiled_backbone,
         )
         generator.proposal.vocab_size = vocab_size  # a padded head is wider than the vocabulary
         # A static cache of the user may be shorter than the text may become; it must hold all tokens but the newest.

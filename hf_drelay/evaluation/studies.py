@@ -23,7 +23,7 @@ def arms_table(record: dict) -> str:
     """Arms of a study as Markdown, a row each; several seeds of an arm are pooled."""
     arms = _by_arm(record)
     columns = ["arm", "head, M parameters", "τ (95 %)", "against", "τ with DLoop", "repairs right / harmful"]
-    has_coverage = any(row.get("pool_coverage") for row in record["rows"])
+    has_coverage = _has_coverage(record)
     columns += ["pool at the first error"] * has_coverage + ["steps", "seeds (τ)"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
     for arm, rows in arms.items():
@@ -53,7 +53,7 @@ def arms_circumstances(record: dict) -> str:
         + "".join(f"{text}. " for text in sorted(set(odd)))
         + f"One stage drafts the whole block; DLoop: gate {dloop['loop_gate']}, at most {dloop['max_stages']} stages "
         f"of {dloop['num_draft_tokens']} tokens. "
-        + (_ABOUT_COVERAGE if any(r.get("pool_coverage") for r in record["rows"]) else "")
+        + (_ABOUT_COVERAGE if _has_coverage(record) else "")
         + "Seeds of an arm are pooled; "
         f"an interval holds 95 % of 2 000 draws of the responses, and a difference draws the same ones for both arms. "
         f"Command of the first: `python {record['rows'][0]['command']}`."
@@ -192,6 +192,10 @@ def _against(arms: dict[str, list[dict]], arm: str) -> str:
     return "{}: {:+.3f} ({:+.3f} .. {:+.3f})".format(
         reference, *tau_difference(arms[arm], arms[reference], "one stage")
     )
+
+
+def _has_coverage(record: dict) -> bool:
+    return any(row.get("pool_coverage") for row in record["rows"])
 
 
 def _coverage(rows: list[dict]) -> str:

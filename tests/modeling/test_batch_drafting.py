@@ -82,6 +82,16 @@ def test_rows_with_trees_are_drafted_alone(toolbox, monkeypatch):
     assert set(sizes) == {1}
 
 
+def test_stage_of_rows_drafted_alone_costs_what_all_of_them_take(toolbox):
+    target = toolbox.target("llama")
+    made, rows = generators(toolbox.drafter(target), target, [9, 9], loop_gate="auto", max_stages=1, tree_budget=5)
+    cost_model, ticks = made[0].cost_model, iter(range(100))
+    cost_model.num_rows, cost_model.drafts = 2, lambda: True
+    cost_model.clock = lambda: 1e-3 * next(ticks)  # each row takes one
+    draft_rounds(made, rows)
+    assert cost_model.draft_ms.value == pytest.approx(2.0)
+
+
 @pytest.mark.parametrize("is_free", [True, False], ids=["ahead", "behind"])
 def test_rows_share_the_plan_of_the_cost_aware_gate(toolbox, monkeypatch, is_free):
     # Beliefs of 0.9, 0.9 and 0.1 in one row, and of 0.3, 0.1 and 0.1 in the other. A token costs half a plain step.
